@@ -1,0 +1,42 @@
+"""The bias attractor: logits -> what the training bias adds to them.
+
+A residual MLP behind the linear classifier. In training the two together must fit the skewed
+labels and the biased pseudo-labels; bilevel.py tunes omega so that the bias ends up in here and
+the linear classifier stays clean. At test time this file is not needed: only the linear
+classifier predicts.
+
+    f_phi(z)          linear classifier      l = W z + b                          (N, K)
+    Delta f_omega     bias attractor         an MLP of width 256, one hidden layer
+    F_(omega,phi)(z)  adaptive classifier    l^ = l + Delta f_omega(norm(l))      Eq. 2
+
+No optimizers, no unrolling.
+"""
+import torch.nn.functional as F
+from torch import nn
+
+
+class BiasAttractor(nn.Module):
+
+    def __init__(self, num_classes, hidden=256, norm="softmax"):
+        super().__init__()
+        self.norm = norm
+        self.mlp = nn.Sequential(nn.Linear(num_classes, hidden), nn.ReLU(),
+                                 nn.Linear(hidden, num_classes))
+        for layer in (self.mlp[0], self.mlp[2]):
+            nn.init.xavier_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, logits):
+        """Delta f_omega, (N, K) -> (N, K).
+
+        The input is scaled (softmax for 10 classes, L2 norm for 100 and more, by the paper), so
+        that its size does not drift while the logits grow. It is detached: the attractor reads the
+        prediction, but theta and phi cannot be trained through what it reads. That is also why
+        the omega step is cheap: l^ depends on phi through the identity path alone.
+        """
+        logits = logits.detach()
+        return self.mlp(logits.softmax(-1) if self.norm == "softmax" else F.normalize(logits))
+
+
+def adapt(logits, attractor):
+    return logits + attractor(logits)                                          # Eq. 2, (N, K)

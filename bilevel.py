@@ -1,0 +1,111 @@
+"""The omega step: tune the attractor by its effect on one update of the classifier.
+
+    theta   feature extractor, z = h_theta(x)             fixed here: z is a constant
+    phi     linear classifier (W, b), l = W z + b         moves by one step that depends on omega
+    omega   bias attractor, l^ = l + Delta f_omega(l)     what we differentiate with respect to
+
+    g(omega)    = d/dphi L(l^)                            gradient of the lower loss        Eq. 3
+    phi'(omega) = update(phi, g(omega))                   one step, SGD or Adam             Eq. 4
+    L_bal       = mean H(W' z_b + b', y_b)                the *linear* classifier, judged
+                                                          on a class-balanced batch         Eq. 5
+    omega      <- omega - eta dL_bal/domega               through phi', a second derivative Eq. 6
+
+`reference_gradient` writes this down as it stands and lets autograd differentiate twice.
+`omega_gradient` gets the same numbers from first derivatives. The attractor's input is detached,
+so l^ depends on phi through l = W z + b only, and with r_i = dL/dl^_i the lower gradient is
+
+    g_W = sum_i r_i z_i^T        g_b = sum_i r_i          linear in r.
+
+Let C = dL_bal/dg, a constant of phi's shape (first-order: L_bal is an ordinary function of g).
+The chain rule is then  dL_bal/domega = d/domega <g(omega), C> = d/domega sum_i <r_i(omega), u_i>
+with u_i = C_W z_i + C_b: one backward pass through N x K numbers and the small MLP. It holds for
+every lower loss that is a function of the logits l^ and every update rule of phi.
+
+No backbone pass, no data, no BatchNorm, no optimizer step on theta and phi.
+"""
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
+from attractor import adapt
+
+
+class InnerStep(NamedTuple):
+    """What a parameter's next value depends on, apart from its gradient."""
+    param: torch.Tensor    # value before the step
+    m: torch.Tensor        # Adam's moments before the step (zeros at the first one)
+    v: torch.Tensor
+    t: int                 # number of this step, from 1
+    group: dict            # the optimizer's lr, betas, eps
+    kind: str              # "adam": the update Adam really makes; "sgd": Eq. 4 to the letter
+
+
+def remember(params, optimizer, t, kind="adam"):
+    """Copies for an InnerStep of each parameter; to be taken before optimizer.step()."""
+    steps = []
+    for p in params:
+        state = optimizer.state.get(p, {})
+        m, v = (state[key].clone() if key in state else torch.zeros_like(p)
+                for key in ("exp_avg", "exp_avg_sq"))
+        steps.append(InnerStep(p.detach().clone(), m, v, t, optimizer.param_groups[0], kind))
+    return steps
+
+
+def update(s, g):
+    """The parameter after one step with gradient g, as a differentiable function of g.  Eq. 4"""
+    lr, (beta1, beta2) = s.group["lr"], s.group["betas"]
+    if s.kind == "sgd":
+        return s.param - lr * g
+    m = beta1 * s.m + (1 - beta1) * g
+    v = beta2 * s.v + (1 - beta2) * g * g
+    m_hat, v_hat = m / (1 - beta1 ** s.t), v / (1 - beta2 ** s.t)
+    # sqrt has an infinite slope at 0, where a gradient of exactly 0 at the first step puts it
+    return s.param - lr * m_hat / (v_hat.clamp_min(1e-30).sqrt() + s.group["eps"])
+
+
+def balanced_loss(z_b, y_b, weight, bias):
+    return F.cross_entropy(F.linear(z_b, weight, bias), y_b)                   # Eq. 5
+
+
+def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b):
+    """(L_bal, [dL_bal/domega]) from first derivatives.
+
+    lower_loss  function of l^ (N, K) -> scalar, the loss L of Eq. 3
+    logits, z   (N, K), (N, D) of the rows of L;   z_b, y_b  (M, D), (M,) of the balanced batch
+    inner       InnerSteps of W (K, D) and b (K,)
+    """
+    l_hat = adapt(logits.detach(), attractor)                                  # (N, K), graph: omega
+    r, = torch.autograd.grad(lower_loss(l_hat), l_hat, create_graph=True)      # (N, K) dL/dl^
+    z, rows = z.detach(), r.detach()
+    g = [(rows.T @ z).requires_grad_(), rows.sum(0).requires_grad_()]          # (K, D), (K,)
+    loss_bal = balanced_loss(z_b, y_b, *map(update, inner, g))                 # Eq. 4, 5
+    c_weight, c_bias = torch.autograd.grad(loss_bal, g)                        # (K, D), (K,)
+    u = z @ c_weight.T + c_bias                                                # (N, K)
+    gradient = torch.autograd.grad((r * u).sum(), list(attractor.parameters()))  # Eq. 6
+    return loss_bal.detach(), gradient
+
+
+def reference_gradient(attractor, lower_loss, z, inner, z_b, y_b):
+    """The same by differentiating twice: slower, and the definition in five lines."""
+    weight, bias = (s.param.clone().requires_grad_() for s in inner)
+    l_hat = adapt(F.linear(z.detach(), weight, bias), attractor)               # Eq. 2
+    g = torch.autograd.grad(lower_loss(l_hat), (weight, bias), create_graph=True)
+    loss_bal = balanced_loss(z_b, y_b, *map(update, inner, g))                 # Eq. 4, 5
+    return loss_bal.detach(), torch.autograd.grad(loss_bal, list(attractor.parameters()))
+
+
+def full_unroll(model, attractor, lower_loss, logits, inner, x_b, y_b):
+    """What bi-level code usually does: the step of *every* parameter depends on omega.
+
+    `logits` (N, K) come with the graph of the whole network; it is differentiated twice. Returns
+    L_bal, dL_bal/domega and the lower gradients, so that the caller can step without a second
+    backward pass. The paper's cost table calls this "L2AC (traditional)".
+    """
+    names, params = zip(*model.named_parameters())
+    g = torch.autograd.grad(lower_loss(adapt(logits, attractor)), params, create_graph=True)
+    moved = dict(zip(names, map(update, inner, g)))                            # Eq. 4 for theta too
+    loss_bal = F.cross_entropy(functional_call(model, moved, (x_b,)), y_b)     # Eq. 5
+    gradient = torch.autograd.grad(loss_bal, list(attractor.parameters()))     # Eq. 6
+    return loss_bal.detach(), gradient, [x.detach() for x in g]

@@ -1,0 +1,429 @@
+"""What every training script needs and no algorithm is made of: flags and their defaults, device,
+EMA, checkpoint, log, screen. Nouns only: no loop, no loss, no `if method ==`.
+"""
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+# ---------------------------------------------------------------------------------------------
+# defaults: later tables win over earlier ones, a flag on the command line wins over all
+
+PROTOCOL = dict(  # the paper's, for all datasets; where it is silent, its released code's
+    model="wrn-28-2", image_size=32, iters=250_000, batch_size=64, lr=2e-3, weight_decay=0.02,
+    ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2, eta=1e-4, hidden=256)
+DATASETS = {  # an own dataset (any other name): taken as it is
+    "synthetic": dict(n1=300, m1=600, gamma_l=100, gamma_u=1, attractor_input="softmax"),
+    "cifar10": dict(n1=1500, m1=3000, gamma_l=100, gamma_u=1, attractor_input="softmax"),
+    "own": dict(image_size=None, attractor_input="softmax"),
+}
+MINI = dict(  # the same protocol on one CPU core in minutes
+    model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=50,
+    n_strong=1)
+MINI_SYNTHETIC = dict(iters=1000, eval_every=20)
+RECIPES = {
+    "paper": dict(omega_every=1, omega_order="after", inner="adam", pseudo_from="linear",
+                  pool="disjoint", split="random", wrn_quirk=False, decay_bn=False),
+    "official": dict(omega_every=10, omega_order="before", inner="adam", attractor_input="l2",
+                     pseudo_from="auto", pool="union", split="first", wrn_quirk=True,
+                     decay_bn=True),
+}
+
+
+def resolve(args):
+    """Fill the flags that were not given: protocol < dataset < scale < recipe < command line."""
+    if args.scale is None:
+        args.scale = "mini" if args.dataset == "synthetic" else "paper"
+    table = PROTOCOL | DATASETS.get(args.dataset, DATASETS["own"])
+    if args.scale == "mini":
+        table |= MINI | (MINI_SYNTHETIC if args.dataset == "synthetic" else {})
+    for key, value in (table | RECIPES[args.recipe]).items():
+        if getattr(args, key, None) is None:
+            setattr(args, key, value)
+    return args
+
+
+# ---------------------------------------------------------------------------------------------
+# flags
+
+
+class UserError(Exception):
+    """One sentence for the user; ends the program with exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one sentence instead of the usage text and a sentence."""
+
+    def error(self, message):
+        raise UserError(f"{message}; see --help")
+
+
+def number(kind, low, high=math.inf):
+    """An argparse type: int or float within [low, high]."""
+    def parse(text):
+        value = kind(text)
+        if not low <= value <= high or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        return value
+    parse.__name__ = kind.__name__          # argparse names it when the text is no number at all
+    return parse
+
+
+def parser(doc):
+    """The flags that all training scripts share; the script adds those of its base method."""
+    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+               allow_abbrev=False, epilog=describe_defaults())
+    g = p.add_argument_group("data")
+    g.add_argument("--dataset", default="synthetic", metavar="NAME",
+                   help="synthetic (default, no download), cifar10, or a path to an .npz file")
+    g.add_argument("--data_dir", default="data", help="where datasets lie (default: data)")
+    g.add_argument("--gamma_l", type=number(float, 1), help="N_1 / N_K of the labeled set *")
+    g.add_argument("--gamma_u", type=number(float, 1), help="M_1 / M_K of the unlabeled set *")
+    g.add_argument("--reverse_u", action="store_true",
+                   help="unlabeled set: rarest class first")
+    g.add_argument("--imbalance", choices=("long", "step"), default="long",
+                   help="long tail (default), or half of the classes rare")
+    g.add_argument("--n1", type=number(int, 1), help="labeled images of the first class *")
+    g.add_argument("--m1", type=number(int, 1), help="unlabeled images of the first class *")
+    g.add_argument("--split", choices=("random", "first"),
+                   help="images drawn by seed, or the first of each class **")
+    g.add_argument("--pool", choices=("disjoint", "union"),
+                   help="union: the unlabeled set holds the labeled images too **")
+    g = p.add_argument_group("L2AC")
+    g.add_argument("--method", default="l2ac",
+                   choices=("l2ac", "none", "attractor", "single_level", "full_unroll"),
+                   help="l2ac (default); none: the plain base method; attractor: theta, phi, omega "
+                        "trained jointly on L; single_level: jointly on L + L_bal; "
+                        "full_unroll: omega through a step of the whole network")
+    g.add_argument("--recipe", choices=tuple(RECIPES), default="paper",
+                   help="the paper's text (default) or its released code: sets the flags marked **")
+    g.add_argument("--omega_every", type=number(int, 1), help="iterations between omega steps **")
+    g.add_argument("--omega_order", choices=("after", "before"),
+                   help="after: theta, phi move first (Algorithm 1); before: omega first, judged "
+                        "on a virtual step of phi **")
+    g.add_argument("--inner", choices=("adam", "sgd"),
+                   help="the update of phi that omega is differentiated through **")
+    g.add_argument("--attractor_input", choices=("softmax", "l2"),
+                   help="how the attractor's input is scaled * **")
+    g.add_argument("--pseudo_from", choices=("linear", "adaptive", "auto"),
+                   help="who makes pseudo-labels: the linear classifier, the adaptive one, or the "
+                        "adaptive one iff gamma_l = gamma_u **")
+    g.add_argument("--wrn_quirk", action=argparse.BooleanOptionalAction,
+                   help="the released code's WRN wiring (models.Unit) **")
+    g.add_argument("--decay_bn", action=argparse.BooleanOptionalAction,
+                   help="weight decay on BatchNorm's running statistics too **")
+    g.add_argument("--eta", type=number(float, 0), help="learning rate of omega's Adam *")
+    g.add_argument("--hidden", type=number(int, 1), help="width of the attractor *")
+    g = p.add_argument_group("optimisation")
+    g.add_argument("--iters", type=number(int, 1), help="updates of theta and phi *")
+    g.add_argument("--batch_size", type=number(int, 2),
+                   help="labeled, unlabeled and balanced images per iteration *")
+    g.add_argument("--lr", type=number(float, 0), help="learning rate of theta's and phi's Adam *")
+    g.add_argument("--weight_decay", type=number(float, 0),
+                   help="weights shrink by lr times this after each step *")
+    g.add_argument("--ema", type=number(float, 0, 1), help="decay of the averaged weights *")
+    g.add_argument("--bn_momentum", type=number(float, 0, 1), help="BatchNorm's momentum *")
+    g = p.add_argument_group("network")
+    g.add_argument("--model", help="wrn-d-w *")
+    g.add_argument("--image_size", type=number(int, 8, 1024),
+                   help="images are resized to this many pixels *")
+    g = p.add_argument_group("system")
+    g.add_argument("--scale", choices=("paper", "mini"),
+                   help="the paper's protocol, or the same shrunk for one CPU core "
+                        "(default: paper; mini for synthetic)")
+    g.add_argument("--eval_every", type=number(int, 1), help="iterations between evaluations *")
+    g.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    g.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                   help="bfloat16: autocast of the network passes on CUDA (default: float32)")
+    g.add_argument("--compile", action="store_true", help="torch.compile the network")
+    g.add_argument("--threads", type=number(int, 0, 1024), default=0,
+                   help="CPU threads (default: 0, torch decides)")
+    g.add_argument("--seed", type=number(int, 0, 2**31), default=0,
+                   help="split, batches, augmentation, initial weights (default: 0)")
+    g.add_argument("--out", help="run folder "
+                   "(default: runs/<dataset>_<base>_<method>_gl<..>_gu<..>_s<seed>)")
+    g.add_argument("--resume", action="store_true",
+                   help="continue the run in --out; start it if there is none")
+    g.add_argument("--overwrite", action="store_true", help="replace the run in --out")
+    return p
+
+
+def describe_defaults():
+    def line(name, table):
+        return f"  {name}: " + ", ".join(f"{k} {v}" for k, v in table.items())
+    lines = ["* default by dataset and scale, later lines win:", line("all", PROTOCOL)]
+    lines += [line(name, table) for name, table in DATASETS.items()]
+    lines += [line("--scale mini", MINI), line("--scale mini, synthetic", MINI_SYNTHETIC)]
+    lines += ["** default by recipe:"] + [line(f"--recipe {r}", t) for r, t in RECIPES.items()]
+    return "\n".join(lines)
+
+
+def default_out(args, base):
+    dataset = Path(args.dataset).stem
+    gammas = [f"{g:g}" if g else "own" for g in (args.gamma_l, args.gamma_u)]
+    reverse = "rev" if args.reverse_u else ""
+    return f"runs/{dataset}_{base}_{args.method}_gl{gammas[0]}_gu{gammas[1]}{reverse}_s{args.seed}"
+
+
+def pick_device(args):
+    """The torch.device, with threads and matrix precision set for it."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high")       # TF32 where the GPU has it; no effect on CPUs
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    name = args.device
+    if name == "auto":
+        name = next((d for d in ("cuda", "mps") if available[d]), "cpu")
+    elif not available.get(name, True):
+        raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")
+    if args.dtype == "bfloat16" and name != "cuda":
+        raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
+    return torch.device(name)
+
+
+def exit_cleanly(main, *expected):
+    """Run a script's main: expected errors become one sentence on stderr and exit code 2."""
+    try:
+        sys.exit(main())
+    except (UserError, *expected) as error:
+        sys.exit(complain(error))
+    except BrokenPipeError:                          # `... | head` closed our output
+        sys.exit(1)
+
+
+def complain(error):
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    return 2
+
+
+# ---------------------------------------------------------------------------------------------
+# EMA
+
+
+class EMA:
+    """A copy of the model whose weights and BatchNorm statistics trail those of the live one."""
+
+    # torch's AveragedModel would also do, but it reads a counter back from the device at each step.
+    def __init__(self, model, decay):
+        self.model = deepcopy(model).eval().requires_grad_(False)
+        self.average = get_ema_multi_avg_fn(decay)
+        self.trail, self.live = ([t for t in m.state_dict().values() if t.is_floating_point()]
+                                 for m in (self.model, model))
+
+    def update(self):
+        self.average(self.trail, self.live, None)    # trail <- decay * trail + (1 - decay) * live
+
+
+# ---------------------------------------------------------------------------------------------
+# the run folder: config.json, log.csv, last.pt, prev.pt, result.json
+
+FILES = ("config.json", "log.csv", "last.pt", "prev.pt", "result.json")
+FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir")
+
+
+def open_run(args):
+    """Make --out ready and return (folder, checkpoint or None). Refuses to touch another run."""
+    folder = Path(args.out)
+    held = [name for name in FILES if (folder / name).exists()]
+    if held and not (args.resume or args.overwrite):
+        raise UserError(f"--out {folder} already holds a run ({held[0]}); add --resume to continue "
+                        f"it, --overwrite to replace it, or choose another --out")
+    if args.resume and args.overwrite:
+        raise UserError("--resume and --overwrite exclude each other; give one of them")
+    checkpoint = load_checkpoint(folder) if args.resume else None
+    if checkpoint:
+        check_same_run(checkpoint["config"], vars(args), folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / "config.json", json.dumps(vars(args) | versions(), indent=1))
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written ({error.strerror}); "
+                        f"choose another folder") from None
+    for name in FILES[1:] if args.overwrite else ():
+        (folder / name).unlink(missing_ok=True)
+    return folder, checkpoint
+
+
+def check_same_run(saved, now, folder):
+    for key in saved.keys() & now.keys() - set(FREE):
+        if saved[key] != now[key]:
+            raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
+                            f"--resume continues a run with the flags it was started with")
+
+
+def versions():
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], text=True, capture_output=True,
+                            cwd=Path(__file__).parent).stdout.strip()
+    return {"torch": torch.__version__, "python": sys.version.split()[0], "commit": commit}
+
+
+def write(path, content):
+    """Text or bytes, all or nothing: a reader never meets half a file, a crash leaves the old."""
+    temporary = path.with_name(path.name + ".tmp")
+    data = content if isinstance(content, bytes) else content.encode()
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_checkpoint(folder, state):
+    """last.pt, the one before it kept as prev.pt. Tensors and plain Python types only."""
+    temporary = folder / "last.pt.tmp"
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    if (folder / "last.pt").exists():
+        os.replace(folder / "last.pt", folder / "prev.pt")
+    os.replace(temporary, folder / "last.pt")
+
+
+def load_checkpoint(folder):
+    """The newest checkpoint that can be read, or None where there is none at all."""
+    found = [folder / n for n in ("last.pt", "prev.pt") if (folder / n).exists()]
+    for path in found:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)   # never runs code
+        except Exception as error:
+            print(f"WARNING: {path} is damaged ({type(error).__name__}), trying the one before it",
+                  file=sys.stderr)
+    if found:
+        raise UserError(f"--resume: no checkpoint in {folder} can be read; "
+                        f"start again with --overwrite")
+    return None
+
+
+def write_log(folder, history):
+    """log.csv from all evaluations so far; on resume this also cuts off later rows."""
+    lines = [",".join(history[0])] if history else []
+    lines += [",".join(f"{v:.6g}" for v in row.values()) for row in history]
+    write(folder / "log.csv", "\n".join(lines) + "\n")
+
+
+def peak_memory_mb(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource                              # Unix only
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024   # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+# ---------------------------------------------------------------------------------------------
+# screen and signals
+
+
+class Progress:
+    """The screen: one status line, redrawn in place once a second, and a table row per evaluation.
+
+    Also the clock: training time, evaluations not counted.
+    """
+
+    def __init__(self, start, iters, seconds):
+        self.start, self.iters, self.done = start, iters, start
+        self.before, self.seconds, self.shown, self.rows = seconds, seconds, 0.0, 0
+        self.begin()
+
+    def begin(self):
+        self.since = time.perf_counter()
+
+    def pause(self):
+        self.seconds += time.perf_counter() - self.since
+
+    def due(self):
+        return sys.stdout.isatty() and time.perf_counter() - self.shown > 1
+
+    def show(self, done, values):
+        self.shown = time.perf_counter()
+        rate = (done - self.start) / (self.seconds - self.before + self.shown - self.since)
+        left = time.strftime("%H:%M:%S", time.gmtime((self.iters - done) / rate))
+        text = "  ".join(f"{k} {v:.3g}" for k, v in values.items() if v == v)
+        print(f"\r\033[K{done}/{self.iters} ({100 * done // self.iters}%)  {text}  "
+              f"{rate:.1f} it/s  {left} left"[:os.get_terminal_size().columns + 3],
+              end="", flush=True)
+
+    def row(self, row):
+        """`row` is the newest line of log.csv; the recalls of single classes stay in the file."""
+        shown = {k: v for k, v in row.items() if not k.startswith("recall")}
+        if self.rows % 20 == 0:
+            self.line("".join(f"{k:>11}" for k in shown))
+        self.rows += 1
+        self.line("".join(f"{v:>11.4g}" for v in shown.values()))
+
+    def line(self, text):
+        print(("\r\033[K" if sys.stdout.isatty() else "") + text, flush=True)
+
+
+class Interrupt:
+    """Ctrl-C and SIGTERM become a wish that the loop grants at the end of its iteration."""
+
+    def __init__(self):
+        self.wished = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.wish)
+
+    def wish(self, number, frame):
+        signal.signal(number, signal.SIG_DFL)        # a second one stops at once
+        self.wished = True
+
+
+class Watch:
+    """Stops the run at a loss that is not finite.
+
+    It looks one iteration late: reading a loss at once would make a GPU wait for the CPU.
+    """
+
+    def __init__(self):
+        self.seen = None
+
+    def look(self):
+        if self.seen and not torch.isfinite(self.seen[1]).all():
+            step, losses = self.seen
+            values = ", ".join(f"{v:g}" for v in losses.tolist())
+            raise UserError(f"the loss of iteration {step} is not finite ({values}); the last "
+                            f"checkpoint is good, so lower --lr and start again or --resume")
+
+    def see(self, step, losses):
+        self.look()
+        self.seen = (step, losses)
+
+
+def print_start(cfg, dataset, index_l, index_u, model, device):
+    """What is about to run: every setting, the class counts, the network."""
+    for name, index in (("labeled", index_l), ("unlabeled", index_u)):
+        counts = [int((dataset.labels[index] == k).sum()) for k in range(dataset.num_classes)]
+        unknown = int((dataset.labels[index] < 0).sum())
+        print(f"{name}: {len(index)} images, by class {counts}" +
+              (f", of unknown class {unknown}" if unknown else ""))
+    size = sum(p.numel() for p in model.parameters())
+    print(f"network: {cfg.model}, {size / 1e6:.2f} M parameters, on {device}")
+    print("settings: " + ", ".join(f"{k} {v}" for k, v in vars(cfg).items()) + "\n", flush=True)
+
+
+def finish(cfg, folder, history, seconds, device):
+    """result.json and the last line: means over the last 20 evaluations, never the best one."""
+    last = history[-20:]
+    recalls = [key for key in last[0] if key.startswith("recall_")]
+    def mean(key):
+        return sum(row[key] for row in last) / len(last)
+    result = {key: getattr(cfg, key) for key in ("method", "base", "dataset", "gamma_l", "gamma_u",
+                                                 "reverse_u", "seed", "iters", "scale", "recipe")}
+    result |= {"bacc": mean("bacc"), "gm": mean("gm"), "acc": mean("acc"),
+               "recall": [mean(key) for key in recalls], "evaluations": len(last),
+               "sec_per_iter": seconds / cfg.iters, "peak_memory_mb": peak_memory_mb(device)}
+    write(folder / "result.json", json.dumps(result | versions(), indent=1))
+    print(f"\n{cfg.method}: bACC {result['bacc']:.2f}  GM {result['gm']:.2f}  "
+          f"(mean of the last {len(last)} evaluations; files in {folder})")

@@ -1,0 +1,110 @@
+"""image -> features -> logits.
+
+Every network here has `features(x)` (N, D) and a linear `classifier`, because L2AC needs the two
+apart: theta is what makes the features, phi = (W, b) is the classifier.
+
+No attractor, no EMA, no losses.
+"""
+import re
+from contextlib import contextmanager
+
+import torch.nn.functional as F
+from torch import nn
+
+
+class Norm(nn.BatchNorm2d):
+    """BatchNorm with a fixed momentum; the step counter that nobody would read is left out."""
+
+    def __init__(self, channels, momentum):
+        super().__init__(channels, momentum=momentum)
+        self.num_batches_tracked = None
+
+
+def activate(x):
+    return F.leaky_relu(x, 0.1)
+
+
+class Unit(nn.Module):
+    """Pre-activation residual unit: BN, act, conv, BN, act, conv, plus the shortcut.
+
+    first:  the very first unit; its shortcut sees the activated tensor too.
+    quirk:  the released L2AC code's first unit of stages 2 and 3: the activated tensor is computed
+            and not used, the raw one goes into the convolution. Their first BN is dead: left out.
+    """
+
+    def __init__(self, c_in, c_out, stride, momentum, first=False, quirk=False):
+        super().__init__()
+        self.first = first
+        self.bn1 = None if quirk else Norm(c_in, momentum)
+        self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
+        self.bn2 = Norm(c_out, momentum)
+        self.conv2 = nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
+        self.shortcut = (nn.Identity() if c_in == c_out and stride == 1
+                         else nn.Conv2d(c_in, c_out, 1, stride, bias=False))
+
+    def forward(self, x):
+        out = x if self.bn1 is None else activate(self.bn1(x))
+        shortcut = self.shortcut(out if self.first else x)
+        return shortcut + self.conv2(activate(self.bn2(self.conv1(out))))
+
+
+class WideResNet(nn.Module):
+    """WRN-d-w: a 3x3 stem, three stages of (d-4)/6 units with 16w, 32w, 64w channels."""
+
+    def __init__(self, depth, width, num_classes, bn_momentum=0.001, quirk=False):
+        super().__init__()
+        units, widths = (depth - 4) // 6, [16, 16 * width, 32 * width, 64 * width]
+        self.stem = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
+        stages = []
+        for s in range(3):
+            for u in range(units):
+                c_in, stride = (widths[s], 1 if s == 0 else 2) if u == 0 else (widths[s + 1], 1)
+                stages.append(Unit(c_in, widths[s + 1], stride, bn_momentum,
+                                   first=s == u == 0, quirk=quirk and s > 0 and u == 0))
+        self.stages = nn.Sequential(*stages)
+        self.bn = Norm(widths[3], bn_momentum)
+        self.classifier = nn.Linear(widths[3], num_classes)
+        self.apply(initialise)
+
+    def features(self, x):
+        x = activate(self.bn(self.stages(self.stem(x))))                       # (N, D, H/4, W/4)
+        return x.mean((2, 3))                                                  # (N, D)
+
+    def forward(self, x):
+        return self.classifier(self.features(x))                               # (N, K)
+
+
+def initialise(module):
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    elif isinstance(module, nn.Linear):
+        nn.init.xavier_normal_(module.weight)
+        nn.init.zeros_(module.bias)
+
+
+def parse_name(name):
+    """`wrn-28-2` -> (28, 2); None where the name is not a network."""
+    match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
+    depth, width = map(int, match.groups()) if match else (0, 0)
+    return (depth, width) if depth >= 10 and (depth - 4) % 6 == 0 and width >= 1 else None
+
+
+def build(name, num_classes, bn_momentum=0.001, quirk=False):
+    return WideResNet(*parse_name(name), num_classes, bn_momentum, quirk)
+
+
+@contextmanager
+def frozen_bn_stats(model):
+    """Train-mode passes (batch statistics) that leave the running statistics as they are.
+
+    For the passes that only look: pseudo-labels and the balanced batch. `momentum = 0` would do
+    for the averages, but it is the same toggle; `eval()` would not, it normalises differently.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    for m in norms:
+        m.track_running_stats = False
+    try:
+        yield
+    finally:
+        for m in norms:
+            m.track_running_stats = True

@@ -1,0 +1,261 @@
+"""FixMatch + L2AC, from data to a judged model.
+
+    python train_fixmatch.py                                   synthetic data, CPU, about a minute
+    python train_fixmatch.py --method none                     the same with plain FixMatch
+    python train_fixmatch.py --dataset cifar10 --scale mini    real images, one CPU core, minutes
+    python train_fixmatch.py --dataset cifar10 --gamma_l 100 --gamma_u 1       the paper's run
+
+FixMatch: label an unlabeled image by its weak view where the network is sure (p >= tau), and
+train its strong views on that label. With few and skewed labels the network is surest of the
+common classes, so it feeds on its own bias. L2AC puts the bias attractor (attractor.py) behind
+the classifier for training and tunes it (bilevel.py) so that the linear classifier alone does
+well on a class-balanced batch.
+
+    theta  model.features      phi  model.classifier      omega  attractor
+    B labeled, U unlabeled, M balanced images; S strong views; K classes; D features
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+
+import common
+import data
+import evaluate
+import models
+from attractor import BiasAttractor, adapt
+from augment import Normalise, strong, weak
+from bilevel import full_unroll, omega_gradient, remember
+
+
+def config(argv=None):
+    p = common.parser(__doc__)
+    g = p.add_argument_group("FixMatch")
+    g.add_argument("--tau", type=common.number(float, 0, 1), default=0.95,
+                   help="confidence from which a pseudo-label counts (default: 0.95)")
+    g.add_argument("--lambda_u", type=common.number(float, 0), default=1.0,
+                   help="weight of the unlabeled loss (default: 1)")
+    g.add_argument("--n_strong", type=common.number(int, 1, 16),
+                   help="strong views of each unlabeled image *")
+    g.add_argument("--ra_n", type=common.number(int, 0, 16), default=3,
+                   help="RandAugment: operations per image (default: 3)")
+    g.add_argument("--ra_m", type=common.number(float, 0, 30), default=4.0,
+                   help="RandAugment: strength, 0 to 30 (default: 4)")
+    cfg = common.resolve(p.parse_args(argv))
+    if models.parse_name(cfg.model) is None:
+        p.error(f"--model {cfg.model}: choose wrn-d-w with d = 10, 16, 22, 28, ..., as in wrn-28-2")
+    if cfg.compile and cfg.method == "full_unroll":
+        p.error("--compile does not go with --method full_unroll: torch.compile cannot "
+                "differentiate twice")
+    cfg.base, cfg.out = "fixmatch", cfg.out or common.default_out(cfg, "fixmatch")
+    return cfg
+
+
+def fixmatch_losses(logits, y_l, y_u, mask):
+    """L_l and L_u / lambda_u of Eq. 1. logits (B+SU, K): labeled rows, then S strong views.
+
+    The unlabeled mean is over all rows: an image below the threshold counts as zero, so that few
+    confident images make a small loss, not a loud one.
+    """
+    views = (len(logits) - len(y_l)) // len(y_u)                               # S
+    loss_x = F.cross_entropy(logits[:len(y_l)], y_l)
+    loss_u = F.cross_entropy(logits[len(y_l):], y_u.repeat(views), reduction="none")   # (SU,)
+    return loss_x, (loss_u * mask.repeat(views)).mean()
+
+
+def averages(sums):
+    """The columns of log.csv that describe training, from the sums since the last evaluation."""
+    iters, loss_x, loss_u, kept, known, right, loss_bal, norm, moves = sums.tolist()
+    return {"loss_x": loss_x / iters, "loss_u": loss_u / iters, "mask_rate": kept / iters,
+            "pseudo_acc": right / known if known else math.nan,
+            "loss_bal": loss_bal / moves if moves else math.nan,
+            "omega_grad": norm / moves if moves else math.nan}
+
+
+def main(argv=None):
+    # ------------------------------------------------------------------------------- setup, data
+    cfg = config(argv)
+    device = common.pick_device(cfg)
+    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
+    index_l, index_u = data.split(dataset, cfg)
+    folder, checkpoint = common.open_run(cfg)
+    labels = torch.from_numpy(dataset.labels).to(device)      # those of index_u: for the log only
+    test_labels = torch.from_numpy(dataset.test_labels).to(device)
+    normalise = Normalise(dataset.mean, dataset.std, device)
+    stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
+    stream_u = data.IndexStream(index_u, cfg.batch_size, cfg.seed, "unlabeled")
+    stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed)
+
+    def take(stream, step):
+        index = torch.from_numpy(stream.batch(step)).to(device)
+        return dataset.images[index], labels[index]           # (B, 3, H, W) uint8, (B,)
+
+    # ------------------------------------------------------------------------ model, optimizers
+    torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
+    K = dataset.num_classes
+    model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
+    attractor = BiasAttractor(K, cfg.hidden, cfg.attractor_input).to(device)
+    model = model.to(device, memory_format=torch.channels_last)
+    ema = common.EMA(model, cfg.ema)
+    joint = cfg.method in ("attractor", "single_level")       # ablations: omega trained on L itself
+    adaptive_labels = cfg.method != "none" and (cfg.pseudo_from == "adaptive" or (
+        cfg.pseudo_from == "auto" and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u))
+    optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
+    # Eq. 6 is plain descent, but its gradient carries the factor lr and comes out tiny: times
+    # eta = 1e-4, omega would hardly move. Adam's steps have the size eta whatever the gradient's.
+    omega_optimizer = torch.optim.Adam(attractor.parameters(), cfg.lr if joint else cfg.eta,
+                                       fused=True)
+    # What omega is differentiated through: the step of phi, or (full_unroll) of every weight.
+    unrolled = model if cfg.method == "full_unroll" else model.classifier
+    decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
+    network = torch.compile(model.features) if cfg.compile else model.features
+
+    def features(x):
+        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+            z = network(x)
+        return z.float()            # (N, D) float32 from here on: classifier, losses, omega step
+
+    # ------------------------------------------------------------------------------------ resume
+    start, seconds, history = 0, 0.0, []
+    sums = torch.zeros(9, device=device)                      # see averages()
+    parts = {"model": model, "ema": ema.model, "attractor": attractor, "optimizer": optimizer,
+             "omega_optimizer": omega_optimizer}
+    if checkpoint:
+        start, seconds, history = (checkpoint[k] for k in ("step", "seconds", "history"))
+        sums.copy_(checkpoint["sums"])
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        common.write_log(folder, history)
+
+    def save(step):
+        common.save_checkpoint(folder, {name: part.state_dict() for name, part in parts.items()} | {
+            "step": step, "seconds": progress.seconds, "history": history, "sums": sums,
+            "config": vars(cfg)})
+
+    # ------------------------------------------------------------------------------- both levels
+    def view(x, purpose, step):
+        return weak(x, data.rng(cfg.seed, purpose, step), normalise)
+
+    def move_omega(gradient):
+        for p, g in zip(attractor.parameters(), gradient):
+            p.grad = g
+        omega_optimizer.step()                                # Eq. 6
+        return torch.nn.utils.get_total_norm(gradient)
+
+    def upper_level(lower_loss, logits, z, inner, x_b, y_b):
+        """Judge the step of phi that omega brings about on a balanced batch, and move omega."""
+        with torch.no_grad(), models.frozen_bn_stats(model):
+            z_b = features(x_b)                               # (M, D)
+        loss_bal, gradient = omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b)
+        return loss_bal, move_omega(gradient)
+
+    # -------------------------------------------------------------------------------------- loop
+    common.print_start(cfg, dataset, index_l, index_u, model, device)
+    progress = common.Progress(start, cfg.iters, seconds)
+    watch, interrupt = common.Watch(), common.Interrupt()
+    for step in range(start, cfg.iters):
+        omega_turn = cfg.method in ("l2ac", "full_unroll") and step % cfg.omega_every == 0
+
+        # 1) Batches and views: pure functions of (seed, step).
+        x_l, y_l = take(stream_l, step)                       # (B, 3, H, W), (B,)
+        x_u, true_u = take(stream_u, step)                    # (U, 3, H, W), (U,) for the log
+        x_l, x_w = view(x_l, "labeled view", step), view(x_u, "weak view", step)
+        x_s = strong(x_u.repeat(cfg.n_strong, 1, 1, 1), data.rng(cfg.seed, "strong view", step),
+                     normalise, cfg.ra_n, cfg.ra_m)           # (SU, 3, H, W)
+        if omega_turn or cfg.method == "single_level":
+            x_b, y_b = take(stream_b, step)                   # (M, 3, H, W), (M,)
+            x_b = view(x_b, "balanced view", step)
+
+        # 2) Pseudo-labels: by the live network, with the batch's own BatchNorm statistics.
+        with torch.no_grad(), models.frozen_bn_stats(model):
+            logits_u = model.classifier(features(x_w))        # (U, K)
+            if adaptive_labels:
+                logits_u = adapt(logits_u, attractor)
+            confidence, y_u = logits_u.softmax(1).max(1)      # (U,), (U,)
+            mask = (confidence >= cfg.tau).float()            # (U,)
+
+        # 3) One forward pass over all rows of L; both levels use it.
+        z = features(torch.cat([x_l, x_s]))                   # (B+SU, D)
+        logits = model.classifier(z)                          # (B+SU, K)
+
+        def lower_loss(l_hat):                                # L as a function of l^, Eq. 3
+            loss_x, loss_u = fixmatch_losses(l_hat, y_l, y_u, mask)
+            return loss_x + cfg.lambda_u * loss_u
+
+        loss_bal = omega_norm = torch.zeros((), device=device)
+        if omega_turn:
+            inner = remember(unrolled.parameters(), optimizer, step + 1, cfg.inner)
+            if cfg.omega_order == "before" and cfg.method == "l2ac":
+                loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
+
+        # 4) Lower level: theta and phi make one step on L. omega is a constant here (only the
+        #    ablations train it on L), so the attractor's output is cut off from its weights.
+        l_hat = logits
+        if cfg.method != "none":
+            delta = attractor(logits)                         # (B+SU, K)
+            l_hat = logits + (delta if joint else delta.detach())              # Eq. 2
+        loss_x, loss_u = fixmatch_losses(l_hat, y_l, y_u, mask)
+        loss = loss_x + cfg.lambda_u * loss_u                 # Eq. 3
+        if cfg.method == "single_level":
+            with models.frozen_bn_stats(model):
+                loss_bal = F.cross_entropy(model.classifier(features(x_b)), y_b)
+            loss = loss + loss_bal
+        if omega_turn and cfg.method == "full_unroll":
+            with models.frozen_bn_stats(model):
+                loss_bal, gradient, lower_gradient = full_unroll(
+                    model, attractor, lower_loss, logits, inner, x_b, y_b)
+            omega_norm = move_omega(gradient)
+            for p, g in zip(model.parameters(), lower_gradient):
+                p.grad = g
+        else:
+            loss.backward()
+        optimizer.step()                                      # Eq. 4
+        optimizer.zero_grad()
+        if joint:
+            omega_optimizer.step()
+            omega_optimizer.zero_grad()
+
+        # 5) Upper level, the paper's order: omega is judged at (theta', phi'(omega)).
+        if omega_turn and cfg.omega_order == "after" and cfg.method == "l2ac":
+            loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
+
+        # 6) EMA first, then the live weights shrink: the order of the protocol.
+        ema.update()
+        with torch.no_grad():
+            torch._foreach_mul_(decayed, 1 - cfg.lr * cfg.weight_decay)
+
+        # 7) Bookkeeping, without reading anything back from the device.
+        known = mask * (true_u >= 0)
+        sums += torch.stack([torch.ones_like(loss_x), loss_x, loss_u, mask.mean(), known.sum(),
+                             (known * (y_u == true_u)).sum(), loss_bal, omega_norm,
+                             torch.full_like(loss_x, omega_turn or cfg.method == "single_level")
+                             ]).detach()
+        watch.see(step, torch.stack([loss_x, loss_u, loss_bal]).detach())
+        done = step + 1
+        if progress.due():
+            progress.show(done, averages(sums))
+
+        # 8) Evaluate the EMA of the linear classifier; save.
+        if done % cfg.eval_every == 0 or done == cfg.iters:
+            watch.look()
+            progress.pause()
+            result = evaluate.metrics(evaluate.confusion_matrix(
+                ema.model, dataset.test_images, test_labels, K, normalise))
+            history.append({"iter": done} | averages(sums) | evaluate.columns(result)
+                           | {"it_per_s": (done - start) / (progress.seconds - seconds)})
+            sums.zero_()
+            common.write_log(folder, history)
+            save(done)
+            progress.row(history[-1])
+            progress.begin()
+        if interrupt.wished:
+            progress.pause()
+            save(done)
+            print(f"\nstopped after iteration {done}; the same command with --resume goes on")
+            return 130
+
+    common.finish(cfg, folder, history, progress.seconds, device)
+
+
+if __name__ == "__main__":
+    common.exit_cleanly(main, data.DataError)
