@@ -4,19 +4,16 @@ Augmentation: uint8 batch -> weak and strong views, one independent draw per ima
     weak    random crop with zero padding, horizontal flip, normalise
     strong  RandAugment(n, m) on the uint8 image, then crop, flip and normalise, then Cutout
 
-A data loader would do this image by image in PIL. Here the batch is processed as a whole, in two
-parts. The host part is NumPy: it makes all random draws and all arithmetic on per-image
-parameters, so that the draws are the same on every device and nothing waits for a GPU. The device
-part is torch: it works on pixels, and equals PIL to the last grey level in all sixteen operations
-(tests/test_augment.py), so that results compare with those of PIL-based code.
+A data loader would do this image by image in PIL. Here the batch is processed as a whole. The host
+part, in NumPy, makes all random draws and all arithmetic on per-image parameters: the same views on
+every device, and nothing waits for a GPU. The device part, in torch, works on pixels and equals PIL
+to the last grey level in all sixteen operations (tests/test_augment.py).
 
 RandAugment is the flavour of the DARP and L2AC code: sixteen operations, none of them ever
 skipped. Mind that a low level is not a mild one: at level 4, Posterize keeps a single bit.
-
 No labels, no datasets, no mixup in here.
 """
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +22,8 @@ import torch.nn.functional as F
 # Operation: strength at level 0 and at level 30, linear in between. Families share their device
 # code (see randaugment); members of a family must stay neighbours, FAMILY counts them.
 OPS = {
-    "AutoContrast": (0, 0),                               # stretch the grey levels of each channel
-    "Equalize": (0, 0),                                   # flatten their histogram
-    "Invert": (0, 0),                                     # five tables that ignore the image:
+    "AutoContrast": (0, 0), "Equalize": (0, 0),           # their tables depend on the image,
+    "Invert": (0, 0),                                     # those of Invert to Brightness do not
     "Posterize": (0, 4),                                  # bits kept, at least one
     "Solarize": (0, 256),                                 # invert from this level on
     "SolarizeAdd": (0, 110),                              # add this, then solarize at 128
@@ -36,23 +32,18 @@ OPS = {
     "ShearX": (0, 0.3), "ShearY": (0, 0.3),               # pixels per pixel
     "TranslateX": (0, 100), "TranslateY": (0, 100),       # pixels, when the smaller side has 32
     "Box": (0, 40),                                       # ditto; side of a grey square
-    "Contrast": (0.1, 1.9), "Color": (0.1, 1.9),          # factors
-    "Sharpness": (0.1, 1.9),                              # factor
+    "Contrast": (0.1, 1.9), "Color": (0.1, 1.9), "Sharpness": (0.1, 1.9),   # factors
 }
 NAMES = list(OPS)
 LO, HI = np.array(list(OPS.values()), dtype=float).T      # (16,) each
 AUTO, EQUAL, TABLE, MOVE, BOX, TONE, SHARP = range(7)
 FAMILY = np.repeat(np.arange(7), (1, 1, 5, 5, 1, 2, 1))   # (16,) operation -> family
 IN_PIXELS = np.isin(NAMES, ["TranslateX", "TranslateY", "Box"])
-GREY = (125, 123, 114)                                    # of the box
 
 
-# -----------------------------------------------------------------------------------------------
-# the two views
-
+# ---- the two views ----------------------------------------------------------------------------
 class Normalise:
     """uint8 (N, 3, H, W) -> (x / 255 - mean) / std, float32, channels_last."""
-
     def __init__(self, mean, std, device="cpu"):
         mean, std = (np.array(v, dtype=np.float32).reshape(3, 1, 1) for v in (mean, std))
         self.scale = torch.from_numpy(1 / (255 * std)).to(device)
@@ -68,18 +59,14 @@ class Normalise:
 
 def weak(x, rng, normalise, shard=(0, 1)):
     """x: (N, 3, H, W) uint8, rng: numpy Generator -> (N, 3, H, W) float32, channels_last.
-
     shard=(rank, world): x is this rank's slice of a batch of N * world images. Every rank draws for
-    the whole batch and keeps its rows, so a view does not depend on the number of processes.
-    """
+    the whole batch and keeps its rows, so a view does not depend on the number of processes."""
     return normalise(crop_flip(x, rng, shard))
 
 
 def strong(x, rng, normalise, n=3, m=4, shard=(0, 1)):
     """As weak, with n random operations of level m (0 to 30) before and a Cutout after.
-
-    m=None: a level from [0, 30) of its own for every image and operation.
-    """
+    m=None: a level from [0, 30) of its own for every image and operation."""
     x = randaugment(x, *draw(x.shape, rng, n, m, shard))
     x = crop_flip(x, rng, shard)
     return normalise(x, cutout(x, rng, shard))
@@ -88,8 +75,7 @@ def strong(x, rng, normalise, n=3, m=4, shard=(0, 1)):
 def mine(a, shard):
     """This rank's part of an array of draws, whose last axis is the whole batch."""
     rank, world = shard
-    N = a.shape[-1] // world
-    return a[..., rank * N:(rank + 1) * N]
+    return np.split(a, world, axis=-1)[rank]
 
 
 def ship(a, device):
@@ -104,14 +90,14 @@ def grid(row, column, device):
 
 
 def crop_flip(x, rng, shard):
-    """Zero-pad by an eighth of the smaller side (4 at 32), crop H x W, mirror half of the images."""
+    """Zero-pad by an eighth of the smaller side (4 at 32), crop H x W, mirror with p = 0.5."""
     N, _, h, w = x.shape
     pad, total = min(h, w) // 8, N * shard[1]
     top, left = mine(rng.integers(2 * pad + 1, size=(2, total)), shard)[..., None]   # (N, 1) each
     flip = mine(rng.random(total) < 0.5, shard)[:, None]
-    row = top + np.arange(h)                              # (N, H), in the padded image
+    row = (top + np.arange(h)) * (w + 2 * pad)            # (N, H), start of a row once padded
     column = left + np.where(flip, np.arange(w)[::-1], np.arange(w))
-    row, column = grid(row * (w + 2 * pad), column, x.device)
+    row, column = grid(row, column, x.device)
     source = (row + column).flatten(2).expand(-1, 3, -1)  # (N, 3, H * W)
     return F.pad(x, (pad, pad, pad, pad)).flatten(2).gather(2, source).view_as(x)
 
@@ -131,9 +117,7 @@ def cutout(x, rng, shard):
     return 1 - row * column                               # floats: faster than bool on a CPU
 
 
-# -----------------------------------------------------------------------------------------------
-# RandAugment, host part: what to do to which image. K is the number of draws at hand.
-
+# ---- RandAugment, host part: what to do to which image; K is the number of draws at hand --------
 def draw(shape, rng, n, m, shard):
     """-> operations (n, N), signed strengths (n, N), box centres (2, n, N) as fractions of W, H."""
     N, _, h, w = shape
@@ -147,43 +131,29 @@ def draw(shape, rng, n, m, shard):
     return mine(op, shard), mine(v, shard), mine(centre, shard)
 
 
-class Layer(NamedTuple):
-    """One layer of RandAugment as the device needs it; k is the size of the family in question."""
-    rows: torch.Tensor       # (N,) int64, the images sorted by operation
-    sizes: list              # number of images in each of the seven families
-    tables: torch.Tensor     # (k, 3, 256) uint8
-    source: torch.Tensor     # (k, 3, H * W) int64, see source_map
-    box: torch.Tensor        # (k, 1, H, W) bool
-    contrast: torch.Tensor   # (k, 1, 1, 1) bool, Contrast or else Color
-    tone: torch.Tensor       # (k, 1, 1, 1) float32, factors of these two
-    sharp: torch.Tensor      # (k, 1, 1, 1) float32, factors of Sharpness
-
-
 def plan(op, v, centre, h, w, device):
-    """Draws, as draw returns them -> n Layers, and the rows that restore the order of the images.
-
+    """Draws, as draw returns them -> n layers, and the rows that restore the order of the images.
     In every layer the images are sorted by operation. A family is then a slice whose ends the
     host knows, and nobody evaluates sixteen operations to keep one. What does not depend on
-    pixels is made for all layers at once and split in the same way.
-    """
+    pixels is made for all layers at once and split in the same way, k images of a family each."""
     order = np.argsort(op, axis=1, kind="stable")         # (n, N): place -> image
     back = np.argsort(order, axis=1)                      # (n, N): image -> place
     # from the given order to that of layer 0, from there to that of layer 1, ..., and back
     rows = [order[0], *(b[o] for b, o in zip(back, order[1:])), back[-1]]
-    *rows, home = ship(np.stack(rows), device).unbind()
+    *rows, home = ship(np.stack(rows), device).unbind()   # (N,) each
     op, v, cx, cy = (np.take_along_axis(a, order, 1) for a in (op, v, *centre))
     family = FAMILY[op]                                   # (n, N), ascending in every layer
     sizes = (family[..., None] == np.arange(7)).sum(1)    # (n, 7)
     table, move, box, tone = (family == k for k in (TABLE, MOVE, BOX, TONE))
-    by_image = lambda a: ship(a[:, None, None, None], device)        # noqa: E731
     split = lambda x, k: x.split(sizes[:, k].ravel().tolist())       # noqa: E731
-    factors = split(by_image(v[family >= TONE].astype(np.float32)), slice(TONE, None))
-    return map(Layer, rows, sizes.tolist(),
-               split(ship(fixed_tables(op[table], v[table]), device).expand(-1, 3, -1), TABLE),
-               split(source_map(op[move], v[move], h, w, device), MOVE),
-               split(box_mask(v[box], (cx[box], cy[box]), h, w, device), BOX),
-               split(by_image(op[tone] == NAMES.index("Contrast")), TONE),
-               factors[::2], factors[1::2]), home
+    by_image = lambda a: ship(a[:, None, None, None], device)        # noqa: E731
+    tables = ship(fixed_tables(op[table], v[table]), device).expand(-1, 3, -1)
+    source = source_map(op[move], v[move], h, w, device)
+    covered = box_mask(v[box], (cx[box], cy[box]), h, w, device)
+    contrast = by_image(op[tone] == NAMES.index("Contrast"))         # (k, 1, 1, 1), else Color
+    factor = split(by_image(v[family >= TONE].astype(np.float32)), slice(TONE, None))
+    return zip(rows, sizes.tolist(), split(tables, TABLE), split(source, MOVE), split(covered, BOX),
+               split(contrast, TONE), factor[::2], factor[1::2]), home
 
 
 def fixed_tables(op, v):
@@ -205,10 +175,8 @@ def fixed_tables(op, v):
 
 
 def affine(op, v, h, w):
-    """(K,) -> (K, 2, 3) int32: output pixel (x, y) copies the source pixel matrix @ (x, y, 1).
-
-    In PIL's fixed point, units of 1/65536 pixel, rounded where PIL rounds.
-    """
+    """(K,) -> (K, 2, 3) int32: output pixel (x, y) copies the source pixel matrix @ (x, y, 1),
+    in PIL's fixed point: units of 1/65536 pixel, rounded where PIL rounds."""
     only = lambda name: np.where(op == NAMES.index(name), v, 0.0)    # noqa: E731
     angle = -np.radians(only("Rotate") % 360)
     cos, sin = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)
@@ -221,28 +189,27 @@ def affine(op, v, h, w):
     return np.floor(matrix * 65536 + 0.5).astype(np.int32).reshape(-1, 2, 3)
 
 
-# -----------------------------------------------------------------------------------------------
-# RandAugment, device part: pixels. Images are (k, 3, H, W) uint8, k those of one family.
-
+# ---- RandAugment, device part: images are (k, 3, H, W) uint8, k those of one family -------------
 def randaugment(x, op, v, centre):
     """x (N, 3, H, W) uint8 and n layers of draws, as draw returns them -> (N, 3, H, W) uint8."""
     if not len(op):
         return x
+    _, _, _, grey = constants(x.device)
     layers, home = plan(op, v, centre, *x.shape[2:], x.device)
-    for layer in layers:
-        x = x.index_select(0, layer.rows)                 # a copy: families are changed in place
-        auto, equal, table, move, box, tone, sharp = x.split(layer.sizes)
+    for rows, sizes, tables, source, covered, contrast, tone_factor, sharp_factor in layers:
+        x = x.index_select(0, rows)                       # a copy: families are changed in place
+        auto, equal, table, move, box, tone, sharp = x.split(sizes)
         if len(auto) + len(equal) + len(table):
-            look_up(x, len(auto), len(equal), layer.tables)
+            look_up(x, len(auto), len(equal), tables)
         if len(move):                                     # read through a black frame, 1 pixel wide
             framed = F.pad(move, (1, 1, 1, 1)).flatten(2)
-            move.copy_(framed.gather(2, layer.source).view_as(move))
+            move.copy_(framed.gather(2, source).view_as(move))
         if len(box):
-            box.copy_(torch.where(layer.box, constants(x.device).grey, box))
+            box.copy_(torch.where(covered, grey, box))
         if len(tone):
-            blend(tone, tone_base(tone, layer.contrast), layer.tone)
+            blend(tone, tone_base(tone, contrast), tone_factor)
         if len(sharp):
-            sharpen(sharp, layer.sharp)
+            sharpen(sharp, sharp_factor)
     return x.index_select(0, home)
 
 
@@ -253,28 +220,22 @@ def apply_op(x, name, strength, centre=(0.5, 0.5)):
     return randaugment(x, np.full((1, len(x)), NAMES.index(name)), v, centre)
 
 
-class Constants(NamedTuple):
-    levels: torch.Tensor     # (256,) the grey levels
-    white: torch.Tensor      # (1,) the last of them
-    luma: torch.Tensor       # (3, 1, 1) how much R, G and B add to grey
-    grey: torch.Tensor       # (3, 1, 1) uint8, the box
-
-
 @lru_cache
 def constants(device):
-    # AutoContrast truncates, so it takes double precision to agree with PIL. mps has none: there
-    # a value may be off by one.
+    """-> grey levels (256,), the last of them (1,), weights of R, G, B in grey, box colour."""
+    # AutoContrast takes double precision to truncate as PIL does. On mps, without, it may be 1 off.
     levels = torch.arange(256, dtype=torch.float32 if device.type == "mps" else torch.float64)
     luma = torch.tensor([19595, 38470, 7471]).view(3, 1, 1) / 65536  # ITU-R 601, as PIL rounds it
-    grey = torch.tensor(GREY, dtype=torch.uint8).view(3, 1, 1)
-    return Constants(*(t.to(device) for t in (levels, levels[255:], luma, grey)))
+    grey = torch.tensor([125, 123, 114], dtype=torch.uint8).view(3, 1, 1)
+    return tuple(t.to(device) for t in (levels, levels[255:], luma, grey))
 
 
 def look_up(x, auto, equal, tables):
     """Pass the leading images of x through tables: `auto` images through those of AutoContrast,
     the next `equal` through those of Equalize, the next through the given ones."""
-    levels, white, *_ = constants(x.device)
-    pixels = x[:auto + equal + len(tables)].flatten(2)    # (k, 3, H * W), still a view of x
+    levels, white, _, _ = constants(x.device)
+    k = auto + equal + len(tables)
+    pixels = x[:k].view(k, 3, -1)                         # (k, 3, H * W), written to at the end
     index = pixels.long()
     made = torch.cat([auto_tables(pixels[:auto], levels, white),
                       equal_tables(index[auto:auto + equal])])
@@ -292,13 +253,11 @@ def auto_tables(pixels, levels, white):
 
 def equal_tables(index):
     """Equalize maps a level to the number of darker pixels, in steps. -> (k, 3, 256)"""
-    # In float32: exact for whole numbers, and a step of 0 gives inf or nan. Not with bincount,
-    # which waits for the GPU.
+    # Not with bincount, which waits for the GPU. float32 counts exactly, and may divide by zero.
     count = torch.zeros(*index.shape[:2], 256, device=index.device)
     count.scatter_add_(2, index, torch.ones_like(index, dtype=torch.float32))
     darker = count.cumsum(2).sub_(count)
-    # 255 steps up to the brightest level in use
-    step = darker.gather(2, index.amax(2, keepdim=True)) // 255      # (k, 3, 1)
+    step = darker.gather(2, index.amax(2, keepdim=True)) // 255      # (k, 3, 1), brightest excluded
     return (darker + step // 2) // step
 
 
@@ -324,8 +283,8 @@ def box_mask(v, centre, h, w, device):
 
 def tone_base(x, contrast):
     """What Contrast and Color start from: the image's mean grey, each pixel's own grey."""
-    # sums of multiples of 2^-16 below 2^8: float32 makes no error
-    grey = (x * constants(x.device).luma).sum(1, keepdim=True).add_(0.5).floor_()   # (k, 1, H, W)
+    _, _, luma, _ = constants(x.device)                   # multiples of 2^-16: float32 is exact
+    grey = (x * luma).sum(1, keepdim=True).add_(0.5).floor_()   # (k, 1, H, W)
     mean = grey.mean((2, 3), keepdim=True).add_(0.5).floor_()
     return torch.where(contrast, mean, grey)
 

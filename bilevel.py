@@ -76,7 +76,7 @@ def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b):
     logits, z   (N, K), (N, D) of the rows of L;   z_b, y_b  (M, D), (M,) of the balanced batch
     inner       InnerSteps of W (K, D) and b (K,)
     """
-    l_hat = adapt(logits.detach(), attractor)                                  # (N, K), graph: omega
+    l_hat = adapt(logits.detach(), attractor)                                  # (N, K)
     r, = torch.autograd.grad(lower_loss(l_hat), l_hat, create_graph=True)      # (N, K) dL/dl^
     z, rows = z.detach(), r.detach()
     g = [(rows.T @ z).requires_grad_(), rows.sum(0).requires_grad_()]          # (K, D), (K,)

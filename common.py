@@ -29,7 +29,7 @@ DATASETS = {  # an own dataset (any other name): taken as it is
 MINI = dict(  # the same protocol on one CPU core in minutes
     model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=50,
     n_strong=1)
-MINI_SYNTHETIC = dict(iters=1000, eval_every=20)
+MINI_SYNTHETIC = dict(iters=1500, batch_size=32, eval_every=15)
 RECIPES = {
     "paper": dict(omega_every=1, omega_order="after", inner="adam", pseudo_from="linear",
                   pool="disjoint", split="random", wrn_quirk=False, decay_bn=False),
@@ -82,78 +82,69 @@ def parser(doc):
     """The flags that all training scripts share; the script adds those of its base method."""
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                allow_abbrev=False, epilog=describe_defaults())
-    g = p.add_argument_group("data")
-    g.add_argument("--dataset", default="synthetic", metavar="NAME",
-                   help="synthetic (default, no download), cifar10, or a path to an .npz file")
-    g.add_argument("--data_dir", default="data", help="where datasets lie (default: data)")
-    g.add_argument("--gamma_l", type=number(float, 1), help="N_1 / N_K of the labeled set *")
-    g.add_argument("--gamma_u", type=number(float, 1), help="M_1 / M_K of the unlabeled set *")
-    g.add_argument("--reverse_u", action="store_true",
-                   help="unlabeled set: rarest class first")
-    g.add_argument("--imbalance", choices=("long", "step"), default="long",
-                   help="long tail (default), or half of the classes rare")
-    g.add_argument("--n1", type=number(int, 1), help="labeled images of the first class *")
-    g.add_argument("--m1", type=number(int, 1), help="unlabeled images of the first class *")
-    g.add_argument("--split", choices=("random", "first"),
-                   help="images drawn by seed, or the first of each class **")
-    g.add_argument("--pool", choices=("disjoint", "union"),
-                   help="union: the unlabeled set holds the labeled images too **")
-    g = p.add_argument_group("L2AC")
-    g.add_argument("--method", default="l2ac",
-                   choices=("l2ac", "none", "attractor", "single_level", "full_unroll"),
-                   help="l2ac (default); none: the plain base method; attractor: theta, phi, omega "
-                        "trained jointly on L; single_level: jointly on L + L_bal; "
-                        "full_unroll: omega through a step of the whole network")
-    g.add_argument("--recipe", choices=tuple(RECIPES), default="paper",
-                   help="the paper's text (default) or its released code: sets the flags marked **")
-    g.add_argument("--omega_every", type=number(int, 1), help="iterations between omega steps **")
-    g.add_argument("--omega_order", choices=("after", "before"),
-                   help="after: theta, phi move first (Algorithm 1); before: omega first, judged "
-                        "on a virtual step of phi **")
-    g.add_argument("--inner", choices=("adam", "sgd"),
-                   help="the update of phi that omega is differentiated through **")
-    g.add_argument("--attractor_input", choices=("softmax", "l2"),
-                   help="how the attractor's input is scaled * **")
-    g.add_argument("--pseudo_from", choices=("linear", "adaptive", "auto"),
-                   help="who makes pseudo-labels: the linear classifier, the adaptive one, or the "
-                        "adaptive one iff gamma_l = gamma_u **")
-    g.add_argument("--wrn_quirk", action=argparse.BooleanOptionalAction,
-                   help="the released code's WRN wiring (models.Unit) **")
-    g.add_argument("--decay_bn", action=argparse.BooleanOptionalAction,
-                   help="weight decay on BatchNorm's running statistics too **")
-    g.add_argument("--eta", type=number(float, 0), help="learning rate of omega's Adam *")
-    g.add_argument("--hidden", type=number(int, 1), help="width of the attractor *")
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--iters", type=number(int, 1), help="updates of theta and phi *")
-    g.add_argument("--batch_size", type=number(int, 2),
-                   help="labeled, unlabeled and balanced images per iteration *")
-    g.add_argument("--lr", type=number(float, 0), help="learning rate of theta's and phi's Adam *")
-    g.add_argument("--weight_decay", type=number(float, 0),
-                   help="weights shrink by lr times this after each step *")
-    g.add_argument("--ema", type=number(float, 0, 1), help="decay of the averaged weights *")
-    g.add_argument("--bn_momentum", type=number(float, 0, 1), help="BatchNorm's momentum *")
-    g = p.add_argument_group("network")
-    g.add_argument("--model", help="wrn-d-w *")
-    g.add_argument("--image_size", type=number(int, 8, 1024),
-                   help="images are resized to this many pixels *")
-    g = p.add_argument_group("system")
-    g.add_argument("--scale", choices=("paper", "mini"),
-                   help="the paper's protocol, or the same shrunk for one CPU core "
-                        "(default: paper; mini for synthetic)")
-    g.add_argument("--eval_every", type=number(int, 1), help="iterations between evaluations *")
-    g.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    g.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
-                   help="bfloat16: autocast of the network passes on CUDA (default: float32)")
-    g.add_argument("--compile", action="store_true", help="torch.compile the network")
-    g.add_argument("--threads", type=number(int, 0, 1024), default=0,
-                   help="CPU threads (default: 0, torch decides)")
-    g.add_argument("--seed", type=number(int, 0, 2**31), default=0,
-                   help="split, batches, augmentation, initial weights (default: 0)")
-    g.add_argument("--out", help="run folder "
-                   "(default: runs/<dataset>_<base>_<method>_gl<..>_gu<..>_s<seed>)")
-    g.add_argument("--resume", action="store_true",
-                   help="continue the run in --out; start it if there is none")
-    g.add_argument("--overwrite", action="store_true", help="replace the run in --out")
+    whole, real, switch = number(int, 1), number(float, 0), argparse.BooleanOptionalAction
+
+    add = p.add_argument_group("data").add_argument
+    add("--dataset", default="synthetic", metavar="NAME",
+        help="synthetic (default, no download), cifar10, or a path to an .npz file")
+    add("--data_dir", default="data", help="where datasets lie (default: data)")
+    add("--gamma_l", type=number(float, 1), help="N_1 / N_K of the labeled set *")
+    add("--gamma_u", type=number(float, 1), help="M_1 / M_K of the unlabeled set *")
+    add("--reverse_u", action="store_true", help="unlabeled set: rarest class first")
+    add("--imbalance", choices=("long", "step"), default="long",
+        help="long tail (default), or half of the classes rare")
+    add("--n1", type=whole, help="labeled images of the first class *")
+    add("--m1", type=whole, help="unlabeled images of the first class *")
+    add("--split", choices=("random", "first"),
+        help="images drawn by seed, or the first of each class **")
+    add("--pool", choices=("disjoint", "union"),
+        help="union: the unlabeled set holds the labeled images too **")
+
+    add = p.add_argument_group("L2AC").add_argument
+    add("--method", choices=("l2ac", "none", "attractor", "single_level", "full_unroll"),
+        default="l2ac", help="l2ac (default); none: the plain base method; attractor: theta, phi, "
+        "omega trained jointly on L; single_level: jointly on L + L_bal; full_unroll: omega "
+        "through a step of the whole network")
+    add("--recipe", choices=tuple(RECIPES), default="paper",
+        help="the paper's text (default) or its released code: sets the flags marked **")
+    add("--omega_every", type=whole, help="iterations between omega steps **")
+    add("--omega_order", choices=("after", "before"), help="after: theta, phi move first "
+        "(Algorithm 1); before: omega first, judged on a virtual step of phi **")
+    add("--inner", choices=("adam", "sgd"), help="the update that omega is judged through **")
+    add("--attractor_input", choices=("softmax", "l2"), help="how its input is scaled * **")
+    add("--pseudo_from", choices=("linear", "adaptive", "auto"), help="who makes pseudo-labels: "
+        "the linear classifier, the adaptive one, or the latter iff gamma_l = gamma_u **")
+    add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
+    add("--decay_bn", action=switch, help="weight decay on BatchNorm's running statistics too **")
+    add("--eta", type=real, help="learning rate of omega's Adam *")
+    add("--hidden", type=whole, help="width of the attractor *")
+
+    add = p.add_argument_group("optimisation").add_argument
+    add("--iters", type=whole, help="updates of theta and phi *")
+    add("--batch_size", type=number(int, 2), help="labeled, unlabeled and balanced images each *")
+    add("--lr", type=real, help="learning rate of theta's and phi's Adam *")
+    add("--weight_decay", type=real, help="weights shrink by lr times this after each step *")
+    add("--ema", type=number(float, 0, 1), help="decay of the averaged weights *")
+    add("--bn_momentum", type=number(float, 0, 1), help="BatchNorm's momentum *")
+
+    add = p.add_argument_group("network").add_argument
+    add("--model", help="wrn-d-w *")
+    add("--image_size", type=number(int, 8, 1024), help="images are resized to this many pixels *")
+
+    add = p.add_argument_group("system").add_argument
+    add("--scale", choices=("paper", "mini"), help="the paper's protocol, or the same shrunk for "
+        "one CPU core (default: paper; mini for synthetic)")
+    add("--eval_every", type=whole, help="iterations between evaluations *")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="bfloat16: autocast of the network passes on CUDA (default: float32)")
+    add("--compile", action="store_true", help="torch.compile the network")
+    add("--threads", type=number(int, 0, 1024), default=0, help="of the CPU (0: torch decides)")
+    add("--seed", type=number(int, 0, 2**31), default=0,
+        help="split, batches, augmentation, initial weights (default: 0)")
+    add("--out", help="run folder (runs/<dataset>_<base>_<method>_gl<..>_gu<..>_s<seed>)")
+    add("--resume", action="store_true", help="continue the run in --out; start if there is none")
+    add("--overwrite", action="store_true", help="replace the run in --out")
     return p
 
 
@@ -195,14 +186,10 @@ def exit_cleanly(main, *expected):
     try:
         sys.exit(main())
     except (UserError, *expected) as error:
-        sys.exit(complain(error))
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
     except BrokenPipeError:                          # `... | head` closed our output
         sys.exit(1)
-
-
-def complain(error):
-    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-    return 2
 
 
 # ---------------------------------------------------------------------------------------------
@@ -241,10 +228,10 @@ def open_run(args):
         raise UserError("--resume and --overwrite exclude each other; give one of them")
     checkpoint = load_checkpoint(folder) if args.resume else None
     if checkpoint:
-        check_same_run(checkpoint["config"], vars(args), folder)
+        check_same_run(checkpoint, vars(args), folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "config.json", json.dumps(vars(args) | versions(), indent=1))
+        write_json(folder / "config.json", vars(args) | versions())
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written ({error.strerror}); "
                         f"choose another folder") from None
@@ -253,11 +240,15 @@ def open_run(args):
     return folder, checkpoint
 
 
-def check_same_run(saved, now, folder):
+def check_same_run(checkpoint, now, folder):
+    saved = checkpoint["config"]
     for key in saved.keys() & now.keys() - set(FREE):
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
+    if checkpoint["step"] > now["iters"]:
+        raise UserError(f"--iters is {now['iters']}, but the run in {folder} is already at "
+                        f"{checkpoint['step']}; ask for more, or choose another --out")
 
 
 def versions():
@@ -266,27 +257,35 @@ def versions():
     return {"torch": torch.__version__, "python": sys.version.split()[0], "commit": commit}
 
 
-def write(path, content):
-    """Text or bytes, all or nothing: a reader never meets half a file, a crash leaves the old."""
+def write(path, save, keep=None):
+    """save(file), all or nothing: a reader never meets half a file, a crash leaves the old one.
+
+    The file that was there is kept under the name `keep`, if one is given.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    data = content if isinstance(content, bytes) else content.encode()
     with open(temporary, "wb") as file:
-        file.write(data)
+        save(file)
         file.flush()
         os.fsync(file.fileno())
+    if keep and path.exists():
+        os.replace(path, keep)
     os.replace(temporary, path)
+
+
+def write_json(path, content):
+    write(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
+
+
+def write_log(folder, history):
+    """log.csv from all evaluations so far; on resume this also cuts off later rows."""
+    lines = [",".join(history[0])] if history else []
+    lines += [",".join(f"{v:.6g}" for v in row.values()) for row in history]
+    write(folder / "log.csv", lambda file: file.write("".join(f"{x}\n" for x in lines).encode()))
 
 
 def save_checkpoint(folder, state):
     """last.pt, the one before it kept as prev.pt. Tensors and plain Python types only."""
-    temporary = folder / "last.pt.tmp"
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    if (folder / "last.pt").exists():
-        os.replace(folder / "last.pt", folder / "prev.pt")
-    os.replace(temporary, folder / "last.pt")
+    write(folder / "last.pt", lambda file: torch.save(state, file), keep=folder / "prev.pt")
 
 
 def load_checkpoint(folder):
@@ -302,13 +301,6 @@ def load_checkpoint(folder):
         raise UserError(f"--resume: no checkpoint in {folder} can be read; "
                         f"start again with --overwrite")
     return None
-
-
-def write_log(folder, history):
-    """log.csv from all evaluations so far; on resume this also cuts off later rows."""
-    lines = [",".join(history[0])] if history else []
-    lines += [",".join(f"{v:.6g}" for v in row.values()) for row in history]
-    write(folder / "log.csv", "\n".join(lines) + "\n")
 
 
 def peak_memory_mb(device):
@@ -333,8 +325,8 @@ class Progress:
     """
 
     def __init__(self, start, iters, seconds):
-        self.start, self.iters, self.done = start, iters, start
-        self.before, self.seconds, self.shown, self.rows = seconds, seconds, 0.0, 0
+        self.start, self.iters, self.before = start, iters, seconds
+        self.seconds, self.shown, self.rows = seconds, 0.0, 0
         self.begin()
 
     def begin(self):
@@ -413,17 +405,12 @@ def print_start(cfg, dataset, index_l, index_u, model, device):
     print("settings: " + ", ".join(f"{k} {v}" for k, v in vars(cfg).items()) + "\n", flush=True)
 
 
-def finish(cfg, folder, history, seconds, device):
-    """result.json and the last line: means over the last 20 evaluations, never the best one."""
-    last = history[-20:]
-    recalls = [key for key in last[0] if key.startswith("recall_")]
-    def mean(key):
-        return sum(row[key] for row in last) / len(last)
+def finish(cfg, folder, mean, count, seconds, device):
+    """result.json and the last line on the screen, from evaluate.mean_of_last."""
     result = {key: getattr(cfg, key) for key in ("method", "base", "dataset", "gamma_l", "gamma_u",
                                                  "reverse_u", "seed", "iters", "scale", "recipe")}
-    result |= {"bacc": mean("bacc"), "gm": mean("gm"), "acc": mean("acc"),
-               "recall": [mean(key) for key in recalls], "evaluations": len(last),
-               "sec_per_iter": seconds / cfg.iters, "peak_memory_mb": peak_memory_mb(device)}
-    write(folder / "result.json", json.dumps(result | versions(), indent=1))
-    print(f"\n{cfg.method}: bACC {result['bacc']:.2f}  GM {result['gm']:.2f}  "
-          f"(mean of the last {len(last)} evaluations; files in {folder})")
+    result |= mean | {"evaluations": count, "sec_per_iter": seconds / cfg.iters,
+                      "peak_memory_mb": peak_memory_mb(device)}
+    write_json(folder / "result.json", result | versions())
+    print(f"\n{cfg.method}: bACC {mean['bacc']:.2f}  GM {mean['gm']:.2f}  "
+          f"(mean of the last {count} evaluations; files in {folder})")

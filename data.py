@@ -4,9 +4,6 @@ A dataset is one uint8 tensor of images that stays on the device; a split is two
 into it (labeled, unlabeled); a stream turns a step number into a batch of indices. Nothing here
 keeps a position: every draw is a function of (seed, purpose, step), so a resumed run and every
 process of a distributed run see the same batches.
-
-    python data.py --dataset cifar10 --gamma_l 100        show what a split looks like
-
 No augmentation (augment.py), no networks, no losses, no torch.distributed.
 """
 import zipfile
@@ -132,6 +129,10 @@ def check_arrays(arrays, path):
                             f"from 0, one per image, it is {y.dtype} {y.shape}")
     if arrays["y_test"].max() > arrays["y_train"].max():
         raise DataError(f"--dataset: y_test in {path} has classes that y_train lacks")
+    empty = np.flatnonzero(np.bincount(arrays["y_train"]) == 0)
+    if len(empty):
+        raise DataError(f"--dataset: y_train in {path} has no image of class {empty[0]}; "
+                        f"number the classes from 0 without a gap")
 
 
 def read_torchvision(name, data_dir):
@@ -161,20 +162,21 @@ def draw_shape(shape, n, size, g):
         return g.uniform(lo, hi, (n, *(dims or (1, 1))))
     v, u = np.mgrid[-1:1:size * 1j, -1:1:size * 1j]                       # rows, columns
     u, v = u - uniform(-.35, .35), v - uniform(-.35, .35)                 # place   (n, size, size)
-    tilt, scale = uniform(-.3, .3), uniform(.45, .65)                     # radians; half-width
+    tilt, scale = uniform(-.4, .4), uniform(.5, .75)                     # radians; half-width
     u, v = ((u * np.cos(tilt) + v * np.sin(tilt)) / scale,
             (v * np.cos(tilt) - u * np.sin(tilt)) / scale)
     r, box, a, b = np.hypot(u, v), np.maximum(abs(u), abs(v)), abs(u + v) / 1.4, abs(u - v) / 1.4
     # How far outside the shape a point is, in units of its half-width; negative inside.
     outside = [r - 1, box - .9, np.maximum(np.minimum(abs(u), abs(v)) - .3, box - 1),
-               np.maximum(abs(abs(v) - .6) - .25, box - .95), np.maximum(abs(u) * 1.7 - v - .8, v - .8),
-               abs(u) + abs(v) - 1.15, np.maximum(abs(abs(u) - .6) - .25, box - .95),
-               np.maximum(np.minimum(a, b) - .3, r - 1.2), abs(box - .75) - .22,
-               abs(r - .75) - .27][shape]
+               np.maximum(abs(abs(v) - .6) - .25, box - .95),
+               np.maximum(abs(u) * 1.7 - v - .8, v - .8), abs(u) + abs(v) - 1.15,
+               np.maximum(abs(abs(u) - .6) - .25, box - .95),
+               np.maximum(np.minimum(a, b) - .3, r - 1.2), abs(box - .65) - .3,
+               abs(r - .68) - .34][shape]
     ink = np.clip(.5 - outside * scale * size / 2, 0, 1)[..., None]       # soft edge of one pixel
-    ground, colour = uniform(.15, .85, 1, 1, 3), uniform(-.5, .5, 1, 1, 3)
-    colour += .25 * np.sign(colour.sum(-1, keepdims=True))                # some contrast for all
-    x = ground + ink * colour + g.normal(0, .12, (n, size, size, 3))
+    ground, colour = uniform(.15, .85, 1, 1, 3), uniform(-.4, .4, 1, 1, 3)
+    colour += .2 * np.sign(colour.sum(-1, keepdims=True))                # some contrast for all
+    x = ground + ink * colour + g.normal(0, .14, (n, size, size, 3))
     return (x.clip(0, 1) * 255).astype(np.uint8)
 
 
@@ -199,15 +201,17 @@ def class_counts(n_max, num_classes, gamma, imbalance="long", reverse=False):
 def split(dataset, cfg):
     """(labeled, unlabeled) index arrays into dataset.images, by the data flags.
 
-    Without --gamma_l the data is taken as it is. --split `random` draws the images of a class by
-    seed, `first` takes them in file order (the released code); with --pool `union` the unlabeled
-    set holds the labeled images too.
+    With none of --n1, --gamma_l, --m1, --gamma_u the data is taken as it is. --split `random`
+    draws the images of a class by seed, `first` takes them in file order (the released code);
+    with --pool `union` the unlabeled set holds the labeled images too.
     """
-    if cfg.gamma_l is None:
+    wanted = {flag: getattr(cfg, flag) is not None for flag in ("n1", "gamma_l", "m1", "gamma_u")}
+    if not any(wanted.values()):
         return split_as_it_is(dataset, cfg.pool)
-    missing = [f for f in ("n1", "m1", "gamma_u") if getattr(cfg, f) is None]
-    if missing:
-        raise DataError(f"--gamma_l asks for a split, so --{missing[0]} must be given too")
+    if not all(wanted.values()):
+        missing = next(flag for flag in wanted if not wanted[flag])
+        raise DataError(f"--{missing} is missing: --n1, --gamma_l, --m1, --gamma_u make a split "
+                        f"together")
     num_classes, labeled, unlabeled = dataset.num_classes, [], []
     n_counts = class_counts(cfg.n1, num_classes, cfg.gamma_l, cfg.imbalance)
     m_counts = class_counts(cfg.m1, num_classes, cfg.gamma_u, cfg.imbalance, cfg.reverse_u)
@@ -256,7 +260,7 @@ class IndexStream:
 
 
 class BalancedStream:
-    """Class-aware sampling: classes in shuffled rounds, the images of each class in shuffled rounds.
+    """Class-aware sampling: classes in shuffled rounds, the images of a class in shuffled rounds.
 
     In every round each class comes once, so class k's image of round c is simply the c-th of its
     own endless sequence: the batch is a function of the step here too.

@@ -1,13 +1,12 @@
 """Numbers from predictions: recall per class, bACC, GM, accuracy, confusion matrix.
 
-    python evaluate.py runs/a runs/b         the runs side by side; each folder knows its own data
+    python evaluate.py runs/a runs/b         the runs side by side; a folder knows its own data
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. No training, no plots.
 """
-import argparse
 import json
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -17,21 +16,21 @@ def confusion_matrix(model, images, labels, num_classes, normalise, batch_size=5
     """(K, K) counts, row = true class, column = predicted. images (T, 3, H, W) uint8."""
     model.eval()
     predicted = torch.cat([model(normalise(x)).argmax(1) for x in images.split(batch_size)])
-    return torch.bincount(labels * num_classes + predicted,
-                          minlength=num_classes ** 2).reshape(num_classes, num_classes)
+    cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes ** 2)
+    return cells.reshape(num_classes, num_classes)
 
 
 def metrics(confusion):
     """dict of bacc, gm, acc and recall [K], in percent, from a confusion matrix (K, K)."""
     confusion = confusion.double().cpu()
     support, num_classes = confusion.sum(1), len(confusion)
-    present = support > 0                                   # a class without a test image is left out
-    recall = confusion.diagonal() / support.clamp_min(1)
-    # One class never hit would make the geometric mean 0 whatever the others do: by the protocol
-    # such a recall counts as 1 / (100 K).
-    floored = recall.where(recall > 0, 1 / (100 * num_classes))[present]
+    present = support > 0                             # a class without a test image has no recall
+    recall = confusion.diagonal() / support
+    # A class that is never hit would make the geometric mean 0 whatever the others do: by the
+    # protocol its recall counts as 1 / (100 K).
+    floored = recall.where(recall > 0, 1 / (100 * num_classes))
     return {"bacc": 100 * recall[present].mean().item(),
-            "gm": 100 * floored.log().mean().exp().item(),
+            "gm": 100 * floored[present].log().mean().exp().item(),
             "acc": 100 * (confusion.diagonal().sum() / support.sum()).item(),
             "recall": (100 * recall).tolist()}
 
@@ -40,3 +39,84 @@ def columns(result):
     """`metrics` as flat columns of log.csv."""
     return ({key: result[key] for key in ("bacc", "gm", "acc")}
             | {f"recall_{k}": r for k, r in enumerate(result["recall"])})
+
+
+def mean_of_last(history, n=20):
+    """`metrics` averaged over the last n evaluations (rows of log.csv): the reported number.
+
+    The mean of the GMs, not the GM of the mean recalls.
+    """
+    last = history[-n:]
+    mean = {key: sum(row[key] for row in last) / len(last)
+            for key in last[0] if key in ("bacc", "gm", "acc") or key.startswith("recall_")}
+    recall = [value for key, value in mean.items() if key.startswith("recall_")]
+    return {key: mean[key] for key in ("bacc", "gm", "acc")} | {"recall": recall}
+
+
+# ---------------------------------------------------------------------------------------------
+# finished runs; the siblings are imported here, so that the numbers above need torch alone
+
+
+def load_run(folder, device="cpu"):
+    """(config, dataset, EMA model, history) of a run folder."""
+    import common
+    import data
+    import models
+    folder = Path(folder)
+    checkpoint = common.load_checkpoint(folder)
+    if checkpoint is None:
+        raise common.UserError(f"{folder} holds no run (there is no last.pt); name a folder that "
+                               f"a training script wrote")
+    cfg = SimpleNamespace(**checkpoint["config"])
+    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size)
+    model = models.build(cfg.model, dataset.num_classes, cfg.bn_momentum, cfg.wrn_quirk)
+    model.load_state_dict(checkpoint["ema"])
+    return (cfg, dataset.to(device), model.to(device, memory_format=torch.channels_last).eval(),
+            checkpoint["history"])
+
+
+def judge(folder):
+    """(title, class names, metrics now, metrics over the last 20 evaluations) of a run folder."""
+    from augment import Normalise
+    cfg, dataset, model, history = load_run(folder)
+    labels, normalise = torch.from_numpy(dataset.test_labels), Normalise(dataset.mean, dataset.std)
+    now = metrics(confusion_matrix(model, dataset.test_images, labels, dataset.num_classes,
+                                   normalise))
+    return Path(folder).name, dataset.names, now, mean_of_last(history) if history else now
+
+
+def table(judged):
+    """Lines of text: a column per run, the reported means first, then the last checkpoint."""
+    names = judged[0][1]
+    rows = [("", [title for title, *_ in judged])]
+    for heading, i in (("mean of the last 20 evaluations", 3), ("last checkpoint", 2)):
+        rows.append((heading, [""] * len(judged)))
+        rows += [(f"  {label}", [f"{run[i][key]:.2f}" for run in judged])
+                 for label, key in (("bACC", "bacc"), ("GM", "gm"), ("accuracy", "acc"))]
+        rows += [(f"  recall {name}", [f"{run[i]['recall'][k]:.1f}" for run in judged])
+                 for k, name in enumerate(names)]
+    width = [max(len(title), 8) + 2 for title, *_ in judged]
+    return [f"{label:<32}" + "".join(f"{c:>{w}}" for c, w in zip(cells, width))
+            for label, cells in rows]
+
+
+def main(argv=None):
+    import common
+    p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("runs", nargs="+", help="run folders")
+    p.add_argument("--json", action="store_true", help="the numbers as JSON instead of a table")
+    args = p.parse_args(argv)
+    judged = [judge(folder) for folder in args.runs]
+    if len({tuple(names) for _, names, *_ in judged}) > 1:
+        p.error("the runs have different classes and cannot stand in one table; name them apart")
+    if args.json:
+        print(json.dumps({title: {"classes": names, "last": now, "mean_of_last_20": mean}
+                          for title, names, now, mean in judged}, indent=1))
+    else:
+        print("\n".join(table(judged)))
+
+
+if __name__ == "__main__":
+    from common import exit_cleanly
+    from data import DataError
+    exit_cleanly(main, DataError)

@@ -128,6 +128,7 @@ def main(argv=None):
         common.write_log(folder, history)
 
     def save(step):
+        watch.look()                                          # a checkpoint is always a good one
         common.save_checkpoint(folder, {name: part.state_dict() for name, part in parts.items()} | {
             "step": step, "seconds": progress.seconds, "history": history, "sums": sums,
             "config": vars(cfg)})
@@ -237,15 +238,14 @@ def main(argv=None):
 
         # 8) Evaluate the EMA of the linear classifier; save.
         if done % cfg.eval_every == 0 or done == cfg.iters:
-            watch.look()
             progress.pause()
             result = evaluate.metrics(evaluate.confusion_matrix(
                 ema.model, dataset.test_images, test_labels, K, normalise))
             history.append({"iter": done} | averages(sums) | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
             sums.zero_()
-            common.write_log(folder, history)
             save(done)
+            common.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
         if interrupt.wished:
@@ -254,7 +254,8 @@ def main(argv=None):
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 
-    common.finish(cfg, folder, history, progress.seconds, device)
+    common.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
+                  progress.seconds, device)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,184 @@
+"""What L2AC costs: seconds, dispatched operations and memory per iteration, and the augmentation.
+
+    python -m scripts.bench                 WRN-28-2 at the paper's batch, one thread, a few minutes
+    python -m scripts.bench --model wrn-10-1 --image_size 16      a quick look
+    python -m scripts.bench --json          none l2ac full_unroll bare (seconds per iteration),
+                                            strong_per_s pil_per_s (images per second),
+                                            ops_none ops_l2ac (operations), and the memory in MB
+
+The iterations are those of train_fixmatch.py itself, on synthetic images. All candidates take
+turns in one run, so that a busy machine slows them alike: compare the ratios, not the seconds.
+"""
+import contextlib
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision import transforms
+
+import augment
+import common
+import data
+import models
+import train_fixmatch
+
+METHODS = ("none", "l2ac", "full_unroll")
+
+
+def flags(args, method, iters, out):
+    text = (f"--dataset synthetic --scale paper --method {method} --model {args.model} "
+            f"--batch_size {args.batch_size} --image_size {args.image_size} --n_strong 2 "
+            f"--device cpu --threads 1 --iters {iters} --eval_every {iters} --overwrite")
+    return [*text.split(), "--out", out]
+
+
+class Stopwatch(common.Watch):
+    """The training loop shows its losses to a Watch once per iteration: here they are timed."""
+    times = []
+
+    def see(self, step, losses):
+        super().see(step, losses)
+        self.times.append(time.perf_counter())
+
+
+def train(args, method, iters):
+    """Seconds of each iteration of a short real run; the first one, which warms up, left out."""
+    Stopwatch.times = []
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
+        train_fixmatch.main(flags(args, method, iters, out))
+    return np.diff(Stopwatch.times).tolist()
+
+
+class Counter(TorchDispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(args, method):
+    """Per iteration: a run of four minus a run of two, so that set-up and evaluation cancel."""
+    totals = []
+    for iters in (2, 4):
+        with Counter() as counter:
+            train(args, method, iters)
+        totals.append(counter.operations)
+    return (totals[1] - totals[0]) / 2
+
+
+def bare_passes(args):
+    """One function that makes the network passes of an L2AC iteration and nothing else."""
+    model = models.build(args.model, 10).to(memory_format=torch.channels_last)
+    b, size = args.batch_size, args.image_size
+    rows, weak, balanced = (torch.randn(n, 3, size, size).to(memory_format=torch.channels_last)
+                            for n in (3 * b, b, b))
+    y = torch.randint(10, (3 * b,))
+
+    def passes():
+        with torch.no_grad(), models.frozen_bn_stats(model):
+            model(weak)
+            model(balanced)
+        F.cross_entropy(model(rows), y).backward()
+        model.zero_grad()
+    return passes
+
+
+def pil_pipeline(size):
+    """The steps of augment.strong, one image at a time: torchvision on PIL images."""
+    steps = transforms.Compose([
+        transforms.RandAugment(3, 4), transforms.RandomCrop(size, padding=size // 8),
+        transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+        transforms.Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))])
+
+    def strong(array):                                   # (H, W, 3) uint8
+        x = steps(Image.fromarray(array))
+        top, left = np.random.randint(size, size=2)
+        x[:, max(0, top - size // 4):top + size // 4, max(0, left - size // 4):left + size // 4] = 0
+        return x
+    return strong
+
+
+def seconds(function):
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def measure(args):
+    """{name: seconds, one per turn}; the candidates take turns."""
+    g, times = np.random.default_rng(0), defaultdict(list)
+    size, count = args.image_size, 2 * args.batch_size
+    images = g.integers(0, 256, (count, size, size, 3), np.uint8)
+    batch = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    normalise = augment.Normalise((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    one, passes = pil_pipeline(size), bare_passes(args)
+    passes()                                             # warm up
+    for turn in range(args.rounds):
+        for method in METHODS:
+            times[method] += train(args, method, 1 + args.iters)
+            times["bare"] += [seconds(passes) for _ in range(args.iters)]
+        for i in range(20):
+            times["strong"].append(seconds(
+                lambda: augment.strong(batch, data.rng(turn, "bench", i), normalise)))
+        times["pil"] += [seconds(lambda: [one(x) for x in images]) for _ in range(5)]
+    return times
+
+
+def peak_memory(args, method):
+    """Of a process of its own: memory that was once used is not given back."""
+    with tempfile.TemporaryDirectory() as out:
+        subprocess.run([sys.executable, train_fixmatch.__file__, *flags(args, method, 3, out)],
+                       check=True, stdout=subprocess.DEVNULL)
+        return json.loads((Path(out) / "result.json").read_text())["peak_memory_mb"]
+
+
+def main(argv=None):
+    p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("--model", default="wrn-28-2")
+    p.add_argument("--batch_size", type=common.number(int, 2), default=64)
+    p.add_argument("--image_size", type=common.number(int, 8, 1024), default=32)
+    p.add_argument("--rounds", type=common.number(int, 1), default=4,
+                   help="turns of all candidates")
+    p.add_argument("--iters", type=common.number(int, 1), default=3, help="iterations in a turn")
+    p.add_argument("--json", action="store_true")
+    args = p.parse_args(argv)
+    if models.parse_name(args.model) is None:
+        p.error(f"--model {args.model}: choose wrn-d-w, as in wrn-28-2")
+    torch.set_num_threads(1)
+    common.Watch = Stopwatch
+    middle = {name: statistics.median(t) for name, t in measure(args).items()}
+    result = {name: middle[name] for name in (*METHODS, "bare")}
+    result |= {f"{name}_per_s": 2 * args.batch_size / middle[name] for name in ("strong", "pil")}
+    result |= {f"ops_{m}": count_operations(args, m) for m in METHODS}
+    result |= {f"memory_{m}": peak_memory(args, m) for m in METHODS}
+    print(json.dumps(result) if args.json else table(args, result))
+
+
+def table(args, r):
+    lines = [f"{args.model}, batch {args.batch_size}, {args.image_size} px, one thread, "
+             f"torch {torch.__version__}, median of {args.rounds * args.iters} iterations",
+             f"{'':<14}{'s/iteration':>12}{'/ none':>8}{'operations':>12}{'peak MB':>9}"]
+    for m in METHODS:
+        lines.append(f"{m:<14}{r[m]:>12.3f}{r[m] / r['none']:>8.2f}{r[f'ops_{m}']:>12.0f}"
+                     f"{r[f'memory_{m}']:>9.0f}")
+    lines.append(f"{'bare passes':<14}{r['bare']:>12.3f}{r['bare'] / r['none']:>8.2f}")
+    lines.append(f"l2ac / bare passes {r['l2ac'] / r['bare']:.3f}")
+    lines.append(f"strong views {r['strong_per_s']:.0f} images/s, torchvision on PIL images "
+                 f"{r['pil_per_s']:.0f}: {r['strong_per_s'] / r['pil_per_s']:.1f} times")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    common.exit_cleanly(main)

@@ -1,0 +1,164 @@
+"""The command lines as a user meets them: wrong input, run folders, evaluate, the README."""
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import common
+import data
+import evaluate
+import train_fixmatch
+
+ROOT = Path(__file__).parent.parent
+TINY = "--image_size 8 --batch_size 6 --eval_every 2 --iters 4 --threads 1 --device cpu"
+
+
+def run(main, argv, capsys):
+    """(exit code, stderr) of a script called with argv."""
+    with pytest.raises(SystemExit) as end:
+        common.exit_cleanly(lambda: main(argv), data.DataError)
+    return end.value.code, capsys.readouterr().err
+
+
+def train(flags, out, capsys):
+    return run(train_fixmatch.main, [*TINY.split(), *flags.split(), "--out", str(out)], capsys)
+
+
+WRONG = {  # flags: what the sentence must name
+    "--nonsense 3": "--nonsense", "--iters 0": "--iters", "--iters 1.5": "--iters",
+    "--iters -3": "--iters", "--batch_size 1": "--batch_size", "--lr nan": "--lr",
+    "--lr inf": "--lr", "--lr -1": "--lr", "--lr": "--lr", "--tau 1.5": "--tau", "--ema 2": "--ema",
+    "--gamma_l 0.5": "--gamma_l", "--gamma_u 0": "--gamma_u", "--n1 0": "--n1",
+    "--n1 100000": "--n1", "--m1 899": "--m1", "--gamma_l 301": "--gamma_l",
+    "--method best": "--method",
+    "--recipe mine": "--recipe", "--scale huge": "--scale", "--device tpu": "--device",
+    "--model resnet": "--model", "--model wrn-11-1": "--model", "--dataset nothing": "--dataset",
+    "--dataset nothing.npz": "nothing.npz", "--imbalance square": "--imbalance",
+    "--omega_every 0": "--omega_every", "--inner newton": "--inner", "--seed -1": "--seed",
+    "--dtype bfloat16": "--dtype", "--compile --method full_unroll": "--compile",
+    "--ra_m 31": "--ra_m", "--image_size 4": "--image_size", "--resume --overwrite": "--resume",
+    "--iter 5": "--iter", "--reverse_u false": "false", "--threads -1": "--threads",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_wrong_flags_end_in_one_sentence(flags, tmp_path, capsys):
+    code, err = train(flags, tmp_path / "run", capsys)
+    assert code == 2 and err.count("\n") == 1 and WRONG[flags] in err and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there(tmp_path, capsys):
+    code, err = train("--device cuda", tmp_path / "run", capsys)
+    assert code == 2 and "--device cuda" in err
+
+
+def test_no_data_and_no_network(tmp_path, capsys, monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("no network")
+    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", offline)
+    code, err = train(f"--dataset cifar10 --data_dir {tmp_path}", tmp_path / "run", capsys)
+    assert code == 2 and err.count("\n") == 1
+    assert all(word in err for word in ("cifar10.npz", str(tmp_path), "--dataset synthetic"))
+
+
+def test_an_existing_run_is_never_overwritten_unasked(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train("", out, capsys)[0] is None
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    code, err = train("--seed 1", out, capsys)
+    assert code == 2 and "already holds a run" in err
+    assert before == {f.name: f.read_bytes() for f in out.iterdir()}
+    code, err = train("--seed 1 --resume", out, capsys)
+    assert code == 2 and "--seed is 1" in err
+    code, err = train("--iters 3 --resume", out, capsys)
+    assert code == 2 and "--iters is 3" in err
+    assert before == {f.name: f.read_bytes() for f in out.iterdir()}
+    assert train("--seed 1 --overwrite", out, capsys)[0] is None
+    assert json.loads((out / "config.json").read_text())["seed"] == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code, err = train("", tmp_path / "file" / "run", capsys)
+    assert code == 2 and "--out" in err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
+    code, err = train("--lr 1e30 --iters 20", tmp_path / "run", capsys)
+    assert code == 2 and "not finite" in err and err.count("\n") == 1
+
+
+def test_evaluate_shows_runs_side_by_side(tmp_path, capsys):
+    for method in ("none", "l2ac"):
+        train(f"--method {method}", tmp_path / method, capsys)
+    folders = [str(tmp_path / m) for m in ("none", "l2ac")]
+    assert run(evaluate.main, folders, capsys)[0] is None
+    evaluate.main(folders)
+    text = capsys.readouterr().out
+    assert "none" in text and "l2ac" in text and "recall saltire" in text
+    evaluate.main([*folders, "--json"])
+    numbers = json.loads(capsys.readouterr().out)
+    for method in ("none", "l2ac"):
+        log = (tmp_path / method / "log.csv").read_text().splitlines()
+        last = dict(zip(log[0].split(","), map(float, log[-1].split(","))))
+        assert numbers[method]["last"]["bacc"] == pytest.approx(last["bacc"], rel=1e-5)
+        result = json.loads((tmp_path / method / "result.json").read_text())
+        assert numbers[method]["mean_of_last_20"]["gm"] == pytest.approx(result["gm"])
+
+
+@pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(),
+                                  lambda p: (p.mkdir(), (p / "last.pt").write_bytes(b"x"))])
+def test_evaluate_on_what_is_no_run(tmp_path, capsys, make):
+    make(tmp_path / "run")
+    code, err = run(evaluate.main, [str(tmp_path / "run")], capsys)
+    assert code == 2 and str(tmp_path / "run") in err and "Traceback" not in err
+
+
+def test_from_a_shell(tmp_path):
+    """A real process: exit codes, and nothing but the sentence on stderr."""
+    command = [sys.executable, "train_fixmatch.py", *TINY.split(), "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "l2ac: bACC" in done.stdout and done.stderr == ""
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 2 and again.stderr.count("\n") == 1
+
+
+def test_import_graph():
+    """Imports point one way: the nouns import no sibling (evaluate does, but only as a script)."""
+    siblings = {p.stem for p in ROOT.glob("*.py")}
+    allowed = {"bilevel": {"attractor"}}
+    for name in siblings - {n for n in siblings if n.startswith("train_")}:
+        tree = ast.parse((ROOT / f"{name}.py").read_text())
+        imported = {alias.name for node in tree.body if isinstance(node, ast.Import)
+                    for alias in node.names}
+        imported |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+        assert imported & siblings <= allowed.get(name, set()), name
+
+
+def readme_commands():
+    blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines()
+            if "train_fixmatch.py" in line]
+
+
+def test_readme_training_commands_are_accepted():
+    commands = readme_commands()
+    assert len(commands) >= 5
+    for command in commands:
+        words = shlex.split(command.split("&&")[-1])
+        train_fixmatch.config(words[words.index("train_fixmatch.py") + 1:])
+
+
+def test_readme_names_no_flag_that_does_not_exist():
+    text = (ROOT / "README.md").read_text()
+    help_text = common.parser("").format_help() + Path(train_fixmatch.__file__).read_text()
+    known = {"--json", "--rounds"} | set(re.findall(r"--[a-z_0-9]+", help_text))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z_0-9]*", text)) <= known

@@ -1,0 +1,123 @@
+"""Plumbing: defaults, EMA, checkpoint, log, numbers on the command line."""
+import argparse
+import math
+
+import pytest
+import torch
+
+import common
+import models
+import train_fixmatch
+
+
+def config(text=""):
+    return train_fixmatch.config(text.split())
+
+
+def test_paper_defaults_for_cifar10():
+    cfg = config("--dataset cifar10 --gamma_l 100 --gamma_u 1")
+    expected = dict(model="wrn-28-2", image_size=32, iters=250_000, batch_size=64, lr=2e-3,
+                    weight_decay=0.02, ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2,
+                    eta=1e-4, hidden=256, tau=0.95, lambda_u=1.0, ra_n=3, ra_m=4.0,
+                    n1=1500, m1=3000,
+                    omega_every=1, omega_order="after", inner="adam", attractor_input="softmax",
+                    pseudo_from="linear", pool="disjoint", split="random", wrn_quirk=False,
+                    decay_bn=False, method="l2ac")
+    assert {k: getattr(cfg, k) for k in expected} == expected
+
+
+def test_official_recipe():
+    cfg = config("--dataset cifar10 --recipe official")
+    expected = dict(omega_every=10, omega_order="before", inner="adam", attractor_input="l2",
+                    pseudo_from="auto", pool="union", split="first", wrn_quirk=True, decay_bn=True)
+    assert {k: getattr(cfg, k) for k in expected} == expected
+
+
+def test_a_flag_wins_over_every_table():
+    cfg = config("--recipe official --scale mini --omega_every 3 --no-wrn_quirk --iters 7 --n1 20")
+    assert (cfg.omega_every, cfg.wrn_quirk, cfg.iters, cfg.n1) == (3, False, 7, 20)
+
+
+def test_every_flag_of_the_recipe_table_can_be_set_alone():
+    flags = config()
+    assert all(hasattr(flags, key) for table in common.RECIPES.values() for key in table)
+
+
+def test_help_names_every_default_table(capsys):
+    with pytest.raises(SystemExit) as end:
+        config("--help")
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for table in (common.PROTOCOL, common.MINI, *common.DATASETS.values()):
+        assert all(f"{key} {value}" in text for key, value in table.items())
+
+
+@pytest.mark.parametrize("kind,low,high,text", [
+    (int, 1, math.inf, "0"), (int, 1, math.inf, "1.5"), (float, 0, 1, "nan"), (float, 0, 1, "1.01"),
+    (float, 0, math.inf, "inf"), (float, 0, math.inf, "-1"), (int, 0, 5, "x"), (float, 0, 1, "")])
+def test_numbers_that_are_refused(kind, low, high, text):
+    with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+        common.number(kind, low, high)(text)
+
+
+def test_ema_has_its_closed_form_and_covers_bn_statistics():
+    model = models.build("wrn-10-1", 3, 0.1)
+    ema, decay = common.EMA(model, 0.9), 0.9
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    for step in range(4):
+        model(torch.randn(4, 3, 8, 8))                       # moves the running statistics
+        with torch.no_grad():
+            for p in model.parameters():
+                p += torch.randn_like(p)
+        ema.update()
+        for key, value in model.state_dict().items():
+            expected[key] = decay * expected[key] + (1 - decay) * value
+    for key, value in ema.model.state_dict().items():
+        torch.testing.assert_close(value, expected[key])
+    assert any("running_var" in key for key in expected)
+
+
+def test_checkpoint_round_trip_and_the_one_before(tmp_path):
+    for step in (1, 2):
+        common.save_checkpoint(tmp_path, {"step": step, "w": torch.ones(3) * step})
+    assert common.load_checkpoint(tmp_path)["step"] == 2
+    (tmp_path / "last.pt").write_bytes((tmp_path / "last.pt").read_bytes()[:100])
+    assert common.load_checkpoint(tmp_path)["step"] == 1
+    (tmp_path / "prev.pt").write_bytes(b"")
+    with pytest.raises(common.UserError, match="no checkpoint"):
+        common.load_checkpoint(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_announced(tmp_path, capsys):
+    common.save_checkpoint(tmp_path, {"step": 1})
+    common.save_checkpoint(tmp_path, {"step": 2})
+    (tmp_path / "last.pt").write_bytes(b"junk")
+    assert common.load_checkpoint(tmp_path)["step"] == 1
+    assert "last.pt is damaged" in capsys.readouterr().err
+
+
+class Trap:
+    def __reduce__(self):
+        return print, ("a checkpoint ran code",)
+
+
+def test_a_checkpoint_with_code_in_it_runs_nothing(tmp_path, capsys):
+    torch.save({"step": 1, "trap": Trap()}, tmp_path / "last.pt")
+    with pytest.raises(common.UserError):
+        common.load_checkpoint(tmp_path)
+    assert "ran code" not in "".join(capsys.readouterr())
+
+
+def test_watch_stops_at_a_loss_that_is_not_finite():
+    watch = common.Watch()
+    watch.see(0, torch.tensor([1.0, 2.0]))
+    watch.see(1, torch.tensor([1.0, math.nan]))
+    with pytest.raises(common.UserError, match="iteration 1 is not finite .1, nan"):
+        watch.see(2, torch.tensor([1.0, 1.0]))
+
+
+def test_log_is_cut_back_to_the_history(tmp_path):
+    rows = [{"iter": i, "bacc": i / 3} for i in range(1, 4)]
+    common.write_log(tmp_path, rows)
+    common.write_log(tmp_path, rows[:2])
+    assert (tmp_path / "log.csv").read_text() == "iter,bacc\n1,0.333333\n2,0.666667\n"

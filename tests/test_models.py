@@ -1,0 +1,80 @@
+"""The networks: sizes, shapes, BatchNorm handling, the released code's wiring."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import models
+
+
+def test_wrn_28_2_has_its_published_size():
+    model = models.build("wrn-28-2", 10)
+    assert sum(p.numel() for p in model.parameters()) == 1_467_610
+    assert sum(isinstance(m, torch.nn.Conv2d) and m.kernel_size == (3, 3)
+               for m in model.modules()) == 25
+    assert model.classifier.weight.shape == (10, 128)
+
+
+@pytest.mark.parametrize("name,size,width", [("wrn-10-1", 16, 64), ("wrn-16-2", 32, 128),
+                                             ("wrn-10-3", 20, 192)])
+def test_features_and_classifier(name, size, width):
+    model, x = models.build(name, 7), torch.randn(4, 3, size, size)
+    model.eval()
+    z = model.features(x)
+    assert z.shape == (4, width)
+    torch.testing.assert_close(model(x), z @ model.classifier.weight.T + model.classifier.bias)
+
+
+@pytest.mark.parametrize("name", ["wrn-28", "wrn-27-2", "wrn-4-2", "wrn-28-0", "resnet", "",
+                                  "wrn-28-2x"])
+def test_names_that_are_no_network(name):
+    assert models.parse_name(name) is None
+
+
+@pytest.mark.parametrize("momentum", [0.001, 0.1])
+def test_bn_momentum_reaches_the_running_statistics(momentum):
+    model, x = models.build("wrn-10-1", 5, momentum), torch.randn(8, 3, 16, 16)
+    expected = momentum * model.stem(x).mean((0, 2, 3))        # from zero, by one batch
+    model(x)
+    torch.testing.assert_close(model.stages[0].bn1.running_mean, expected)
+
+
+def test_frozen_bn_stats_uses_the_batch_and_leaves_the_buffers():
+    model, x = models.build("wrn-10-1", 5, 0.1), torch.randn(8, 3, 16, 16)
+    before = [b.clone() for b in model.buffers()]
+    with torch.no_grad(), models.frozen_bn_stats(model):
+        frozen = model(x)
+    assert len(before) == 14 and all(torch.equal(a, b) for a, b in zip(before, model.buffers()))
+    torch.testing.assert_close(frozen, model(x))               # train mode, now with an update
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.buffers()))
+
+
+def plain_unit(u, x, quirk):
+    """A unit written out from its definition, on the weights of `u`."""
+    def norm(x, bn):
+        mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), keepdim=True, unbiased=False)
+        x = (x - mean) / (var + 1e-5).sqrt() * bn.weight.view(-1, 1, 1) + bn.bias.view(-1, 1, 1)
+        return torch.maximum(x, 0.1 * x)
+    out = x if quirk else norm(x, u.bn1)
+    out = norm(F.conv2d(out, u.conv1.weight, stride=u.conv1.stride, padding=1), u.bn2)
+    return F.conv2d(out, u.conv2.weight, padding=1) + F.conv2d(x, u.shortcut.weight, stride=2)
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_first_unit_of_stage_two(quirk):
+    unit = models.build("wrn-10-2", 5, quirk=quirk).stages[1]
+    x = torch.randn(4, 32, 8, 8)
+    torch.testing.assert_close(unit(x), plain_unit(unit, x, quirk), rtol=1e-4, atol=1e-5)
+
+
+def test_the_first_shortcut_sees_the_activated_tensor():
+    unit = models.build("wrn-10-2", 5).stages[0]
+    torch.nn.init.zeros_(unit.conv2.weight)
+    x = torch.randn(4, 16, 8, 8)
+    torch.testing.assert_close(unit(x), unit.shortcut(F.leaky_relu(unit.bn1(x), 0.1)))
+
+
+def test_weights_depend_on_the_seed():
+    def weights(seed):
+        torch.manual_seed(seed)
+        return models.build("wrn-10-1", 5).stem.weight
+    assert torch.equal(weights(0), weights(0)) and not torch.equal(weights(0), weights(1))

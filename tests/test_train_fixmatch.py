@@ -1,0 +1,193 @@
+"""The training script: its losses, every method and recipe, exact resume, what the files hold."""
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import data
+import models
+import train_fixmatch
+from attractor import BiasAttractor, adapt
+
+TINY = ("--image_size 8 --batch_size 6 --eval_every 3 --iters 6 --threads 1 --device cpu "
+        "--tau 0.2")                     # a low threshold, so that some pseudo-labels count at once
+
+
+def train(out, flags=""):
+    status = train_fixmatch.main([*TINY.split(), *flags.split(), "--out", str(out)])
+    return status or torch.load(out / "last.pt", weights_only=True)
+
+
+def same(a, b):
+    """Equality of nested checkpoints, bit for bit; the clock and the command line may differ."""
+    if isinstance(a, dict):
+        skip = {"seconds", "it_per_s", "config"}
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a.keys() - skip)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return a == b or (a != a and b != b)
+
+
+def fixmatch_by_hand(logits, y_l, y_u, mask):
+    """Eq. 1 with loops over rows."""
+    log_p = [row - np.log(np.exp(row).sum()) for row in logits]
+    loss_x = -np.mean([log_p[i][y] for i, y in enumerate(y_l)])
+    rows = [-m * log_p[len(y_l) + s * len(y_u) + i][y] for s in range(2)
+            for i, (y, m) in enumerate(zip(y_u, mask))]
+    return loss_x, sum(rows) / len(rows)
+
+
+def test_losses_against_numpy():
+    g = np.random.default_rng(0)
+    logits, y_l, y_u = g.normal(size=(3 + 2 * 5, 4)), g.integers(4, size=3), g.integers(4, size=5)
+    mask = np.array([1.0, 0, 1, 0, 0])
+    ours = train_fixmatch.fixmatch_losses(*map(torch.from_numpy, (logits, y_l, y_u, mask)))
+    assert [x.item() for x in ours] == pytest.approx(fixmatch_by_hand(logits, y_l, y_u, mask))
+
+
+def test_an_attractor_that_adds_nothing_leaves_fixmatch():
+    attractor, logits = BiasAttractor(4), torch.randn(9, 4)
+    torch.nn.init.zeros_(attractor.mlp[2].weight)
+    batch = torch.randint(4, (3,)), torch.randint(4, (3,)), torch.ones(3)
+    a, b = (train_fixmatch.fixmatch_losses(l, *batch) for l in (logits, adapt(logits, attractor)))
+    assert a == b
+
+
+@pytest.mark.parametrize("flags", [
+    "--method l2ac", "--method none", "--method attractor", "--method single_level",
+    "--method full_unroll", "--recipe official --omega_every 2", "--inner sgd --n_strong 2",
+    "--imbalance step --gamma_u 10 --reverse_u", "--pseudo_from adaptive"])
+def test_every_method_trains(tmp_path, flags):
+    state = train(tmp_path, flags)
+    result = json.loads((tmp_path / "result.json").read_text())
+    with open(tmp_path / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(r["iter"]) for r in rows] == [3, 6] and state["step"] == 6
+    assert all(torch.isfinite(v).all() for v in state["model"].values())
+    assert result["bacc"] == pytest.approx(np.mean([float(r["bacc"]) for r in rows]), rel=1e-5)
+    assert len(result["recall"]) == 10 and result["sec_per_iter"] > 0
+    assert json.loads((tmp_path / "config.json").read_text())["method"] == result["method"]
+
+
+def initial_attractor():
+    torch.manual_seed(0)
+    models.build("wrn-10-1", 10)
+    return BiasAttractor(10).state_dict()
+
+
+@pytest.mark.parametrize("method,moves", [("l2ac", True), ("none", False), ("attractor", True),
+                                          ("single_level", True), ("full_unroll", True)])
+def test_which_methods_move_omega(tmp_path, method, moves):
+    state, start = train(tmp_path, f"--method {method}"), initial_attractor()
+    assert all(torch.equal(v, start[k]) != moves for k, v in state["attractor"].items())
+
+
+def test_methods_differ_and_share_their_start(tmp_path):
+    states = [train(tmp_path / m, f"--method {m}")
+              for m in ("none", "l2ac", "attractor", "single_level", "full_unroll")]
+    weights = [s["model"]["classifier.weight"] for s in states]
+    assert len({tuple(w.flatten().tolist()) for w in weights}) == 5
+
+
+def test_the_omega_step_touches_only_omega(tmp_path):
+    """With eta = 0, stepping omega at every iteration or hardly ever is the same run: weights,
+    moments, BatchNorm statistics and EMA, bit for bit."""
+    a = train(tmp_path / "a", "--eta 0 --omega_every 1")
+    b = train(tmp_path / "b", "--eta 0 --omega_every 100")
+    for part in ("model", "ema", "attractor", "optimizer"):
+        assert same(a[part], b[part])
+    assert not same(a["omega_optimizer"], b["omega_optimizer"])
+
+
+def test_order_of_the_two_levels_matters(tmp_path):
+    a, b = (train(tmp_path / o, f"--omega_order {o} --eta 0.01") for o in ("after", "before"))
+    assert not same(a["model"], b["model"])
+
+
+def test_full_unroll_steps_theta_and_phi_like_l2ac(tmp_path):
+    """The first step of theta and phi is the same; only omega's gradient differs."""
+    a, b = (train(tmp_path / m, f"--method {m} --iters 1") for m in ("l2ac", "full_unroll"))
+    for key, value in a["model"].items():
+        torch.testing.assert_close(value, b["model"][key], rtol=1e-4, atol=1e-5)
+    assert not same(a["attractor"], b["attractor"])
+
+
+@pytest.mark.parametrize("decay_bn", [False, True])
+def test_ema_first_then_decay(tmp_path, decay_bn):
+    """One iteration: ema = 0.9 start + 0.1 w, and the live weights are w (1 - lr wd)."""
+    flag = "--decay_bn" if decay_bn else "--no-decay_bn"
+    state = train(tmp_path, f"--iters 1 --ema 0.9 --lr 0.01 --weight_decay 5 {flag}")
+    torch.manual_seed(0)
+    start = models.build("wrn-10-1", 10, 0.02).state_dict()
+    for key, live in state["model"].items():
+        w = (state["ema"][key] - 0.9 * start[key]) / 0.1
+        shrink = 1 if "running" in key and not decay_bn else 1 - 0.01 * 5
+        torch.testing.assert_close(live, w * shrink, rtol=1e-3, atol=1e-5)
+
+
+def test_the_same_command_gives_the_same_run(tmp_path):
+    assert same(train(tmp_path / "a"), train(tmp_path / "b"))
+    assert not same(train(tmp_path / "a", "--overwrite --seed 1"), train(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("flags", ["", "--method none", "--recipe official", "--method attractor"])
+def test_ten_and_resume_and_ten_equals_twenty(tmp_path, flags):
+    whole = train(tmp_path / "whole", flags + " --iters 20 --eval_every 5")
+    train(tmp_path / "parts", flags + " --iters 10 --eval_every 5")
+    parts = train(tmp_path / "parts", flags + " --iters 20 --eval_every 5 --resume")
+    assert same(whole, parts)
+
+
+def test_a_signal_between_evaluations_loses_nothing(tmp_path, monkeypatch, capsys):
+    whole = train(tmp_path / "whole")
+    class Interrupt:                                          # asks for a stop in iteration 4 of 6
+        looks = 0
+        @property
+        def wished(self):
+            self.looks += 1
+            return self.looks == 4
+    monkeypatch.setattr(common, "Interrupt", Interrupt)
+    assert train(tmp_path / "parts") == 130
+    assert "--resume" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert same(whole, train(tmp_path / "parts", "--resume"))
+
+
+def test_resume_starts_where_there_is_nothing_and_repeats_what_is_done(tmp_path, capsys):
+    first = train(tmp_path / "new", "--resume")
+    assert same(first, train(tmp_path / "new", "--resume"))
+    assert capsys.readouterr().out.count("l2ac: bACC") == 2
+
+
+def test_a_lost_checkpoint_costs_one_interval(tmp_path):
+    whole = train(tmp_path)
+    (tmp_path / "last.pt").write_bytes(b"")
+    assert same(whole, train(tmp_path, "--resume"))
+
+
+def test_auto_pseudo_labels_follow_the_ratios(tmp_path):
+    """The released code's rule: the attractor joins in iff gamma_l = gamma_u."""
+    equal = "--gamma_l 10 --gamma_u 10"
+    a, b, c = (train(tmp_path / n, f"{equal} --tau 0 --pseudo_from {n}")
+               for n in ("auto", "adaptive", "linear"))
+    assert same(a["model"], b["model"]) and not same(a["model"], c["model"])
+    other = equal + " --reverse_u --tau 0"
+    a, c = (train(tmp_path / (n + "r"), f"{other} --pseudo_from {n}") for n in ("auto", "linear"))
+    assert same(a["model"], c["model"])
+
+
+def test_own_npz(tmp_path):
+    g = np.random.default_rng(0)
+    def images(n):
+        return g.integers(0, 256, (n, 20, 20, 3), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x_train=images(60), y_train=np.arange(60) % 5,
+             x_test=images(20), y_test=np.arange(20) % 5, x_unlabeled=images(80))
+    train_fixmatch.main(f"--dataset {tmp_path}/own.npz --model wrn-10-1 --batch_size 6 "
+                        f"--iters 2 --eval_every 1 --out {tmp_path}/run".split())
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert len(result["recall"]) == 5 and result["gamma_l"] is None
