@@ -5,6 +5,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ PROTOCOL = dict(  # the paper's, for all datasets; where it is silent, its relea
     model="wrn-28-2", image_size=32, iters=250_000, batch_size=64, lr=2e-3, weight_decay=0.02,
     ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2, eta=1e-4, hidden=256)
 DATASETS = {  # an own dataset (any other name): taken as it is
-    "synthetic": dict(n1=300, m1=600, gamma_l=100, gamma_u=1, attractor_input="softmax"),
+    "synthetic": dict(n1=500, m1=500, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "cifar10": dict(n1=1500, m1=3000, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "own": dict(image_size=None, attractor_input="softmax"),
 }
@@ -166,10 +167,9 @@ def default_out(args, base):
 
 
 def pick_device(args):
-    """The torch.device, with threads and matrix precision set for it."""
+    """The torch.device; also sets the number of CPU threads."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.set_float32_matmul_precision("high")       # TF32 where the GPU has it; no effect on CPUs
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     name = args.device
     if name == "auto":
@@ -231,12 +231,12 @@ def open_run(args):
         check_same_run(checkpoint, vars(args), folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES if args.overwrite else ():
+            (folder / name).unlink(missing_ok=True)
         write_json(folder / "config.json", vars(args) | versions())
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written ({error.strerror}); "
                         f"choose another folder") from None
-    for name in FILES[1:] if args.overwrite else ():
-        (folder / name).unlink(missing_ok=True)
     return folder, checkpoint
 
 
@@ -252,8 +252,9 @@ def check_same_run(checkpoint, now, folder):
 
 
 def versions():
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], text=True, capture_output=True,
-                            cwd=Path(__file__).parent).stdout.strip()
+    commit = shutil.which("git") and subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
+        capture_output=True).stdout.strip()          # None or "" outside a checkout
     return {"torch": torch.__version__, "python": sys.version.split()[0], "commit": commit}
 
 
@@ -342,10 +343,9 @@ class Progress:
         self.shown = time.perf_counter()
         rate = (done - self.start) / (self.seconds - self.before + self.shown - self.since)
         left = time.strftime("%H:%M:%S", time.gmtime((self.iters - done) / rate))
-        text = "  ".join(f"{k} {v:.3g}" for k, v in values.items() if v == v)
-        print(f"\r\033[K{done}/{self.iters} ({100 * done // self.iters}%)  {text}  "
-              f"{rate:.1f} it/s  {left} left"[:os.get_terminal_size().columns + 3],
-              end="", flush=True)
+        text = (f"{done}/{self.iters} ({100 * done // self.iters}%)  {rate:.1f} it/s  {left} left  "
+                + "  ".join(f"{k} {v:.3g}" for k, v in values.items() if v == v))
+        print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
 
     def row(self, row):
         """`row` is the newest line of log.csv; the recalls of single classes stay in the file."""

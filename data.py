@@ -19,7 +19,7 @@ import torch.nn.functional as F
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
 # Head and tail are pairs of look-alikes (disk and ring, square and frame, ...): what a biased
 # classifier does to a rare class is to call it by the name of its common twin.
-SHAPES = "disk square cross bars triangle diamond columns saltire frame ring".split()
+SHAPES = "disk square cross bars triangle diamond stripes saltire frame ring".split()
 FACTS = {  # class names, per-channel mean and standard deviation of the training images
     "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
@@ -44,7 +44,7 @@ class Dataset:
     images: torch.Tensor       # (N, 3, H, W) uint8, training images; those without a label last
     labels: np.ndarray         # (N,) int64, -1 where there is none
     test_images: torch.Tensor  # (T, 3, H, W) uint8
-    test_labels: np.ndarray    # (T,) int64
+    test_labels: torch.Tensor  # (T,) int64
     names: list                # K class names
     mean: tuple                # per channel, of images in [0, 1]
     std: tuple
@@ -54,8 +54,14 @@ class Dataset:
         return len(self.names)
 
     def to(self, device):
-        self.images, self.test_images = self.images.to(device), self.test_images.to(device)
+        for part in ("images", "test_images", "test_labels"):
+            setattr(self, part, getattr(self, part).to(device))
         return self
+
+    def take(self, index):
+        """(B,) -> images (B, 3, H, W) uint8 and labels (B,), on the device."""
+        i, y = (torch.from_numpy(a).to(self.images.device) for a in (index, self.labels[index]))
+        return self.images[i], y
 
 
 def load(name, data_dir="data", image_size=None):
@@ -77,7 +83,7 @@ def load(name, data_dir="data", image_size=None):
         images = np.concatenate([images, unlabeled])
         labels = np.concatenate([labels, np.full(len(unlabeled), -1)])
     return Dataset(as_tensor(images, image_size), labels, as_tensor(arrays["x_test"], image_size),
-                   arrays["y_test"].astype(np.int64), names, mean, std)
+                   torch.from_numpy(arrays["y_test"].astype(np.int64)), names, mean, std)
 
 
 def as_tensor(images, size):
@@ -147,7 +153,7 @@ def read_torchvision(name, data_dir):
             "x_test": test.data, "y_test": np.array(test.targets)}
 
 
-def synthetic(size=16, per_class=900, per_class_test=100):
+def synthetic(size=16, per_class=1000, per_class_test=100):
     """Ten shapes of random colour, place, size and tilt on a noisy ground. Always the same data."""
     def images(n, purpose):
         x = np.concatenate([draw_shape(s, n, size, rng(0, purpose, s)) for s in range(10)])
@@ -170,7 +176,7 @@ def draw_shape(shape, n, size, g):
     outside = [r - 1, box - .9, np.maximum(np.minimum(abs(u), abs(v)) - .3, box - 1),
                np.maximum(abs(abs(v) - .6) - .25, box - .95),
                np.maximum(abs(u) * 1.7 - v - .8, v - .8), abs(u) + abs(v) - 1.15,
-               np.maximum(abs(abs(u) - .6) - .25, box - .95),
+               np.maximum(abs(v - .7 * np.round(v / .7)) - .18, box - .95),
                np.maximum(np.minimum(a, b) - .3, r - 1.2), abs(box - .65) - .3,
                abs(r - .68) - .34][shape]
     ink = np.clip(.5 - outside * scale * size / 2, 0, 1)[..., None]       # soft edge of one pixel

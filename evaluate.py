@@ -35,6 +35,12 @@ def metrics(confusion):
             "recall": (100 * recall).tolist()}
 
 
+def on_test_set(model, dataset, normalise):
+    """`metrics` of a model on the test images of a data.Dataset."""
+    return metrics(confusion_matrix(model, dataset.test_images, dataset.test_labels,
+                                    dataset.num_classes, normalise))
+
+
 def columns(result):
     """`metrics` as flat columns of log.csv."""
     return ({key: result[key] for key in ("bacc", "gm", "acc")}
@@ -79,9 +85,7 @@ def judge(folder):
     """(title, class names, metrics now, metrics over the last 20 evaluations) of a run folder."""
     from augment import Normalise
     cfg, dataset, model, history = load_run(folder)
-    labels, normalise = torch.from_numpy(dataset.test_labels), Normalise(dataset.mean, dataset.std)
-    now = metrics(confusion_matrix(model, dataset.test_images, labels, dataset.num_classes,
-                                   normalise))
+    now = on_test_set(model, dataset, Normalise(dataset.mean, dataset.std))
     return Path(folder).name, dataset.names, now, mean_of_last(history) if history else now
 
 

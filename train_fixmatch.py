@@ -52,15 +52,15 @@ def config(argv=None):
 
 
 def fixmatch_losses(logits, y_l, y_u, mask):
-    """L_l and L_u / lambda_u of Eq. 1. logits (B+SU, K): labeled rows, then S strong views.
+    """L_l and L_u / lambda_u of Eq. 1. logits (B+SU, K): labeled rows, then S views of each image.
 
     The unlabeled mean is over all rows: an image below the threshold counts as zero, so that few
     confident images make a small loss, not a loud one.
     """
     views = (len(logits) - len(y_l)) // len(y_u)                               # S
     loss_x = F.cross_entropy(logits[:len(y_l)], y_l)
-    loss_u = F.cross_entropy(logits[len(y_l):], y_u.repeat(views), reduction="none")   # (SU,)
-    return loss_x, (loss_u * mask.repeat(views)).mean()
+    loss_u = F.cross_entropy(logits[len(y_l):], y_u.repeat_interleave(views), reduction="none")
+    return loss_x, (loss_u * mask.repeat_interleave(views)).mean()                     # (SU,)
 
 
 def averages(sums):
@@ -79,16 +79,10 @@ def main(argv=None):
     dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
     index_l, index_u = data.split(dataset, cfg)
     folder, checkpoint = common.open_run(cfg)
-    labels = torch.from_numpy(dataset.labels).to(device)      # those of index_u: for the log only
-    test_labels = torch.from_numpy(dataset.test_labels).to(device)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size, cfg.seed, "unlabeled")
     stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed)
-
-    def take(stream, step):
-        index = torch.from_numpy(stream.batch(step)).to(device)
-        return dataset.images[index], labels[index]           # (B, 3, H, W) uint8, (B,)
 
     # ------------------------------------------------------------------------ model, optimizers
     torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
@@ -158,13 +152,13 @@ def main(argv=None):
         omega_turn = cfg.method in ("l2ac", "full_unroll") and step % cfg.omega_every == 0
 
         # 1) Batches and views: pure functions of (seed, step).
-        x_l, y_l = take(stream_l, step)                       # (B, 3, H, W), (B,)
-        x_u, true_u = take(stream_u, step)                    # (U, 3, H, W), (U,) for the log
+        x_l, y_l = dataset.take(stream_l.batch(step))         # (B, 3, H, W), (B,)
+        x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
         x_l, x_w = view(x_l, "labeled view", step), view(x_u, "weak view", step)
-        x_s = strong(x_u.repeat(cfg.n_strong, 1, 1, 1), data.rng(cfg.seed, "strong view", step),
+        x_s = strong(x_u.repeat_interleave(cfg.n_strong, 0), data.rng(cfg.seed, "strong view", step),
                      normalise, cfg.ra_n, cfg.ra_m)           # (SU, 3, H, W)
         if omega_turn or cfg.method == "single_level":
-            x_b, y_b = take(stream_b, step)                   # (M, 3, H, W), (M,)
+            x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
             x_b = view(x_b, "balanced view", step)
 
         # 2) Pseudo-labels: by the live network, with the batch's own BatchNorm statistics.
@@ -239,8 +233,7 @@ def main(argv=None):
         # 8) Evaluate the EMA of the linear classifier; save.
         if done % cfg.eval_every == 0 or done == cfg.iters:
             progress.pause()
-            result = evaluate.metrics(evaluate.confusion_matrix(
-                ema.model, dataset.test_images, test_labels, K, normalise))
+            result = evaluate.on_test_set(ema.model, dataset, normalise)
             history.append({"iter": done} | averages(sums) | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
             sums.zero_()

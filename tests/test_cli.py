@@ -35,7 +35,7 @@ WRONG = {  # flags: what the sentence must name
     "--iters -3": "--iters", "--batch_size 1": "--batch_size", "--lr nan": "--lr",
     "--lr inf": "--lr", "--lr -1": "--lr", "--lr": "--lr", "--tau 1.5": "--tau", "--ema 2": "--ema",
     "--gamma_l 0.5": "--gamma_l", "--gamma_u 0": "--gamma_u", "--n1 0": "--n1",
-    "--n1 100000": "--n1", "--m1 899": "--m1", "--gamma_l 301": "--gamma_l",
+    "--n1 100000": "--n1", "--m1 999": "--m1", "--gamma_l 501": "--gamma_l",
     "--method best": "--method",
     "--recipe mine": "--recipe", "--scale huge": "--scale", "--device tpu": "--device",
     "--model resnet": "--model", "--model wrn-11-1": "--model", "--dataset nothing": "--dataset",

@@ -83,9 +83,14 @@ def test_random_split_depends_on_the_seed_and_first_does_not(dataset):
     assert np.array_equal(first, np.concatenate(expected))
 
 
+def test_take(dataset):
+    x, y = dataset.take(np.array([5, 9999, 1000]))
+    assert torch.equal(x, dataset.images[[5, 9999, 1000]]) and y.tolist() == [0, 9, 1]
+
+
 def test_impossible_splits_say_why(dataset):
-    with pytest.raises(data.DataError, match="class 0 .disk., which has 900"):
-        data.split(dataset, flags(n1=850))
+    with pytest.raises(data.DataError, match="class 0 .disk., which has 1000"):
+        data.split(dataset, flags(n1=950))
     with pytest.raises(data.DataError, match="0 labeled"):
         data.split(dataset, flags(gamma_l=1000))
     with pytest.raises(data.DataError, match="--m1"):
@@ -244,6 +249,6 @@ def test_truncated_npz(tmp_path):
 def test_synthetic_is_always_the_same_and_balanced(dataset):
     again = data.load("synthetic")
     assert torch.equal(dataset.images, again.images)
-    assert np.bincount(dataset.labels).tolist() == [900] * 10
-    assert np.bincount(dataset.test_labels).tolist() == [100] * 10
+    assert np.bincount(dataset.labels).tolist() == [1000] * 10
+    assert dataset.test_labels.bincount().tolist() == [100] * 10
     assert data.load("synthetic", image_size=32).images.shape[2:] == (32, 32)

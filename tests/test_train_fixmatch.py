@@ -37,8 +37,8 @@ def fixmatch_by_hand(logits, y_l, y_u, mask):
     """Eq. 1 with loops over rows."""
     log_p = [row - np.log(np.exp(row).sum()) for row in logits]
     loss_x = -np.mean([log_p[i][y] for i, y in enumerate(y_l)])
-    rows = [-m * log_p[len(y_l) + s * len(y_u) + i][y] for s in range(2)
-            for i, (y, m) in enumerate(zip(y_u, mask))]
+    rows = [-m * log_p[len(y_l) + 2 * i + view][y] for i, (y, m) in enumerate(zip(y_u, mask))
+            for view in range(2)]
     return loss_x, sum(rows) / len(rows)
 
 
