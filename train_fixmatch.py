@@ -155,8 +155,8 @@ def main(argv=None):
         x_l, y_l = dataset.take(stream_l.batch(step))         # (B, 3, H, W), (B,)
         x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
         x_l, x_w = view(x_l, "labeled view", step), view(x_u, "weak view", step)
-        x_s = strong(x_u.repeat_interleave(cfg.n_strong, 0), data.rng(cfg.seed, "strong view", step),
-                     normalise, cfg.ra_n, cfg.ra_m)           # (SU, 3, H, W)
+        x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0),              # (SU, 3, H, W)
+                     data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m)
         if omega_turn or cfg.method == "single_level":
             x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
             x_b = view(x_b, "balanced view", step)
