@@ -79,8 +79,8 @@ def mine(a, shard):
 
 
 def ship(a, device):
-    """Host to device. A blocking copy would wait for the GPU's queue to drain; CUDA copies `a`
-    aside before it returns, so no need to block. Other devices do not promise that."""
+    """Host to device. On CUDA without blocking, which would wait for the GPU's queue to drain; `a`
+    may be freed at once, CUDA copies ordinary memory aside. Other devices do not promise that."""
     return torch.from_numpy(a).to(device, non_blocking=device.type == "cuda")
 
 

@@ -43,7 +43,7 @@ class InnerStep(NamedTuple):
 
 
 def remember(params, optimizer, t, kind="adam"):
-    """Copies for an InnerStep of each parameter; to be taken before optimizer.step()."""
+    """An InnerStep of each parameter, copied from the optimizer before it steps."""
     steps = []
     for p in params:
         state = optimizer.state.get(p, {})

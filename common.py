@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from copy import deepcopy
+from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -117,7 +119,8 @@ def parser(doc):
         "the linear classifier, the adaptive one, or the latter iff gamma_l = gamma_u **")
     add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
     add("--decay_bn", action=switch, help="weight decay on BatchNorm's running statistics too **")
-    add("--eta", type=real, help="learning rate of omega's Adam *")
+    add("--eta", type=real, help="learning rate of omega's Adam; where omega is trained jointly "
+        "(attractor, single_level) it has --lr *")
     add("--hidden", type=whole, help="width of the attractor *")
 
     add = p.add_argument_group("optimisation").add_argument
@@ -178,6 +181,7 @@ def pick_device(args):
         raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")
     if args.dtype == "bfloat16" and name != "cuda":
         raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
+    args.device, args.threads = name, torch.get_num_threads()        # resolved, for config.json
     return torch.device(name)
 
 
@@ -185,11 +189,16 @@ def exit_cleanly(main, *expected):
     """Run a script's main: expected errors become one sentence on stderr and exit code 2."""
     try:
         sys.exit(main())
-    except (UserError, *expected) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
     except BrokenPipeError:                          # `... | head` closed our output
         sys.exit(1)
+    except (UserError, *expected) as error:
+        sentence = str(error)
+    except torch.OutOfMemoryError:
+        sentence = "the device has too little memory; lower --batch_size or take a smaller --model"
+    except OSError as error:                         # disk full, no permission, ...
+        sentence = f"{error.strerror} ({error.filename}); what was saved before is intact"
+    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+    sys.exit(2)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -229,6 +238,9 @@ def open_run(args):
     checkpoint = load_checkpoint(folder) if args.resume else None
     if checkpoint:
         check_same_run(checkpoint, vars(args), folder)
+    elif args.resume and {"log.csv", "result.json"} & set(held):
+        raise UserError(f"--resume: {folder} holds results but no checkpoint to continue from; "
+                        f"choose another --out, or --overwrite them")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES if args.overwrite else ():
@@ -242,7 +254,7 @@ def open_run(args):
 
 def check_same_run(checkpoint, now, folder):
     saved = checkpoint["config"]
-    for key in saved.keys() & now.keys() - set(FREE):
+    for key in sorted(saved.keys() & now.keys() - set(FREE)):
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
@@ -255,7 +267,8 @@ def versions():
     commit = shutil.which("git") and subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
         capture_output=True).stdout.strip()          # None or "" outside a checkout
-    return {"torch": torch.__version__, "python": sys.version.split()[0], "commit": commit}
+    packages = {name: metadata.version(name) for name in ("torch", "torchvision", "numpy")}
+    return packages | {"python": sys.version.split()[0], "commit": commit}
 
 
 def write(path, save, keep=None):
@@ -273,8 +286,13 @@ def write(path, save, keep=None):
     os.replace(temporary, path)
 
 
+def to_json(content):
+    """JSON has no NaN (the recall of a class without test images): null in its place."""
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda nan: None), indent=1)
+
+
 def write_json(path, content):
-    write(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
+    write(path, lambda file: file.write(to_json(content).encode()))
 
 
 def write_log(folder, history):
@@ -294,13 +312,17 @@ def load_checkpoint(folder):
     found = [folder / n for n in ("last.pt", "prev.pt") if (folder / n).exists()]
     for path in found:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)   # never runs code
-        except Exception as error:
-            print(f"WARNING: {path} is damaged ({type(error).__name__}), trying the one before it",
-                  file=sys.stderr)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # never runs code
+            if {"step", "config", "history", "model", "ema"} <= checkpoint.keys():
+                return checkpoint
+            reason = "not a checkpoint of ours"
+        except Exception as error:                   # torch.load raises a dozen kinds
+            reason = type(error).__name__
+        print(f"WARNING: {path} cannot be used ({reason}), trying the one before it",
+              file=sys.stderr)
     if found:
-        raise UserError(f"--resume: no checkpoint in {folder} can be read; "
-                        f"start again with --overwrite")
+        raise UserError(f"no checkpoint in {folder} can be read; the run has to start again, "
+                        f"in another --out or with --overwrite")
     return None
 
 
@@ -342,7 +364,7 @@ class Progress:
     def show(self, done, values):
         self.shown = time.perf_counter()
         rate = (done - self.start) / (self.seconds - self.before + self.shown - self.since)
-        left = time.strftime("%H:%M:%S", time.gmtime((self.iters - done) / rate))
+        left = timedelta(seconds=int((self.iters - done) / rate))
         text = (f"{done}/{self.iters} ({100 * done // self.iters}%)  {rate:.1f} it/s  {left} left  "
                 + "  ".join(f"{k} {v:.3g}" for k, v in values.items() if v == v))
         print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
@@ -361,45 +383,53 @@ class Progress:
 
 class Interrupt:
     """Ctrl-C and SIGTERM become a wish that the loop grants at the end of its iteration."""
+    wished = False
 
-    def __init__(self):
-        self.wished = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.wish)
+    def listen(self):
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.wish)
 
-    def wish(self, number, frame):
-        signal.signal(number, signal.SIG_DFL)        # a second one stops at once
+    def wish(self, signum, frame):
+        signal.signal(signum, signal.SIG_DFL)        # a second one stops at once
         self.wished = True
 
 
-class Watch:
-    """Stops the run at a loss that is not finite.
+interrupt = Interrupt()                              # signals are the process's, not a run's
 
-    It looks one iteration late: reading a loss at once would make a GPU wait for the CPU.
-    """
+
+class Watch:
+    """Stops the run where something is not finite, before it can be saved."""
 
     def __init__(self):
-        self.seen = None
-
-    def look(self):
-        if self.seen and not torch.isfinite(self.seen[1]).all():
-            step, losses = self.seen
-            values = ", ".join(f"{v:g}" for v in losses.tolist())
-            raise UserError(f"the loss of iteration {step} is not finite ({values}); the last "
-                            f"checkpoint is good, so lower --lr and start again or --resume")
+        self.seen = {}                               # losses by iteration, not yet looked at
 
     def see(self, step, losses):
+        self.seen[step] = losses
+        if losses.device.type == "cpu":              # a GPU would have to be waited for: its losses
+            self.look()                              # are looked at when something is saved
+
+    def look(self):
+        for step, losses in self.seen.items():
+            if not losses.isfinite().all():
+                self.stop(f"the loss of iteration {step} is not finite ({losses.tolist()})")
+        self.seen.clear()
+
+    def check(self, step, *modules):
         self.look()
-        self.seen = (step, losses)
+        if not all(t.isfinite().all() for m in modules for t in m.state_dict().values()):
+            self.stop(f"the weights are not finite after iteration {step}")
+
+    def stop(self, what):
+        raise UserError(f"{what}; nothing was saved since, start again with a lower --lr in "
+                        f"another --out")
 
 
 def print_start(cfg, dataset, index_l, index_u, model, device):
     """What is about to run: every setting, the class counts, the network."""
     for name, index in (("labeled", index_l), ("unlabeled", index_u)):
-        counts = [int((dataset.labels[index] == k).sum()) for k in range(dataset.num_classes)]
-        unknown = int((dataset.labels[index] < 0).sum())
-        print(f"{name}: {len(index)} images, by class {counts}" +
-              (f", of unknown class {unknown}" if unknown else ""))
+        labels = dataset.labels[index]
+        counts = [int((labels == k).sum()) for k in range(dataset.num_classes)]
+        print(f"{name}: {len(index)} images, by class {counts}, unknown {int((labels < 0).sum())}")
     size = sum(p.numel() for p in model.parameters())
     print(f"network: {cfg.model}, {size / 1e6:.2f} M parameters, on {device}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in vars(cfg).items()) + "\n", flush=True)

@@ -60,7 +60,9 @@ class Dataset:
 
     def take(self, index):
         """(B,) -> images (B, 3, H, W) uint8 and labels (B,), on the device."""
-        i, y = (torch.from_numpy(a).to(self.images.device) for a in (index, self.labels[index]))
+        device = self.images.device
+        i, y = (torch.from_numpy(a).to(device, non_blocking=device.type == "cuda")
+                for a in (index, self.labels[index]))
         return self.images[i], y
 
 
@@ -77,6 +79,9 @@ def load(name, data_dir="data", image_size=None):
     else:
         arrays = read_npz(archive) if archive.exists() else read_torchvision(name, data_dir)
     names, mean, std = FACTS.get(name) or own_facts(arrays)
+    if len(names) != arrays["y_train"].max() + 1:
+        raise DataError(f"--dataset {name}: there are {len(names)} class names, but the labels go "
+                        f"from 0 to {arrays['y_train'].max()}")
     images, unlabeled = arrays["x_train"], arrays.get("x_unlabeled")
     labels = arrays["y_train"].astype(np.int64)
     if unlabeled is not None:
@@ -100,8 +105,11 @@ def own_facts(arrays):
     """Names and constants for data that FACTS does not know: measured on the training images."""
     x, num_classes = arrays["x_train"], int(arrays["y_train"].max()) + 1
     names = arrays.get("names", [f"class {k}" for k in range(num_classes)])
-    mean, std = x.mean((0, 1, 2)) / 255, x.std((0, 1, 2)) / 255
-    return [str(n) for n in names], tuple(mean.tolist()), tuple(np.maximum(std, 1e-3).tolist())
+    share = np.stack([np.bincount(x[..., c].ravel(), minlength=256) for c in range(3)])
+    share = share / share.sum(1, keepdims=True)                   # (3, 256) of each grey level
+    mean = share @ np.arange(256) / 255
+    std = np.sqrt((share * (np.arange(256) / 255 - mean[:, None]) ** 2).sum(1)).clip(1e-3)
+    return [str(n) for n in names], tuple(mean.tolist()), tuple(std.tolist())
 
 
 def read_npz(path):
@@ -109,7 +117,7 @@ def read_npz(path):
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"--dataset: {path} cannot be read as an .npz file ({error}); "
                         f"data.read_npz says what it must hold") from None
     check_arrays(arrays, path)
@@ -126,6 +134,9 @@ def check_arrays(arrays, path):
         if x.dtype != np.uint8 or x.ndim != 4 or x.shape[3] != 3 or len(x) == 0:
             raise DataError(f"--dataset: {key} in {path} is {x.dtype} {x.shape}, "
                             f"it must be uint8 (N, H, W, 3) with N > 0")
+        if min(x.shape[1:3]) < 8:
+            raise DataError(f"--dataset: {key} in {path} has images of {x.shape[1]} x {x.shape[2]} "
+                            f"pixels, they must have at least 8 x 8")
         if x.shape[1:] != arrays["x_train"].shape[1:]:
             raise DataError(f"--dataset: {key} in {path} has images of another size than x_train")
     for part in ("train", "test"):

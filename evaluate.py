@@ -4,7 +4,6 @@
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. No training, no plots.
 """
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ def confusion_matrix(model, images, labels, num_classes, normalise, batch_size=5
 
 def metrics(confusion):
     """dict of bacc, gm, acc and recall [K], in percent, from a confusion matrix (K, K)."""
-    confusion = confusion.double().cpu()
+    confusion = confusion.cpu().double()           # in this order: mps has no float64
     support, num_classes = confusion.sum(1), len(confusion)
     present = support > 0                             # a class without a test image has no recall
     recall = confusion.diagonal() / support
@@ -82,24 +81,25 @@ def load_run(folder, device="cpu"):
 
 
 def judge(folder):
-    """(title, class names, metrics now, metrics over the last 20 evaluations) of a run folder."""
+    """(folder, class names, metrics now, metrics over the last 20 evaluations) of a run folder."""
     from augment import Normalise
     cfg, dataset, model, history = load_run(folder)
     now = on_test_set(model, dataset, Normalise(dataset.mean, dataset.std))
-    return Path(folder).name, dataset.names, now, mean_of_last(history) if history else now
+    return str(folder), dataset.names, now, mean_of_last(history) if history else now
 
 
 def table(judged):
     """Lines of text: a column per run, the reported means first, then the last checkpoint."""
     names = judged[0][1]
-    rows = [("", [title for title, *_ in judged])]
+    titles = [Path(folder).name for folder, *_ in judged]
+    rows = [("", titles)]
     for heading, i in (("mean of the last 20 evaluations", 3), ("last checkpoint", 2)):
         rows.append((heading, [""] * len(judged)))
         rows += [(f"  {label}", [f"{run[i][key]:.2f}" for run in judged])
                  for label, key in (("bACC", "bacc"), ("GM", "gm"), ("accuracy", "acc"))]
         rows += [(f"  recall {name}", [f"{run[i]['recall'][k]:.1f}" for run in judged])
                  for k, name in enumerate(names)]
-    width = [max(len(title), 8) + 2 for title, *_ in judged]
+    width = [max(len(title), 8) + 2 for title in titles]
     return [f"{label:<32}" + "".join(f"{c:>{w}}" for c, w in zip(cells, width))
             for label, cells in rows]
 
@@ -114,8 +114,8 @@ def main(argv=None):
     if len({tuple(names) for _, names, *_ in judged}) > 1:
         p.error("the runs have different classes and cannot stand in one table; name them apart")
     if args.json:
-        print(json.dumps({title: {"classes": names, "last": now, "mean_of_last_20": mean}
-                          for title, names, now, mean in judged}, indent=1))
+        print(common.to_json({folder: {"classes": names, "last": now, "mean_of_last_20": mean}
+                              for folder, names, now, mean in judged}))
     else:
         print("\n".join(table(judged)))
 

@@ -86,7 +86,8 @@ def parse_name(name):
     """`wrn-28-2` -> (28, 2); None where the name is not a network."""
     match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
     depth, width = map(int, match.groups()) if match else (0, 0)
-    return (depth, width) if depth >= 10 and (depth - 4) % 6 == 0 and width >= 1 else None
+    known = 10 <= depth <= 1000 and (depth - 4) % 6 == 0 and 1 <= width <= 100
+    return (depth, width) if known else None
 
 
 def build(name, num_classes, bn_momentum=0.001, quirk=False):
@@ -97,8 +98,8 @@ def build(name, num_classes, bn_momentum=0.001, quirk=False):
 def frozen_bn_stats(model):
     """Train-mode passes (batch statistics) that leave the running statistics as they are.
 
-    For the passes that only look: pseudo-labels and the balanced batch. `momentum = 0` would do
-    for the averages, but it is the same toggle; `eval()` would not, it normalises differently.
+    For the passes that only look: pseudo-labels and the balanced batch. `eval()` would not do, it
+    normalises by the running statistics.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     for m in norms:

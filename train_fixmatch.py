@@ -92,8 +92,9 @@ def main(argv=None):
     model = model.to(device, memory_format=torch.channels_last)
     ema = common.EMA(model, cfg.ema)
     joint = cfg.method in ("attractor", "single_level")       # ablations: omega trained on L itself
-    adaptive_labels = cfg.method != "none" and (cfg.pseudo_from == "adaptive" or (
-        cfg.pseudo_from == "auto" and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u))
+    matched = cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u
+    adaptive_labels = cfg.method != "none" and (
+        cfg.pseudo_from == "adaptive" or cfg.pseudo_from == "auto" and matched)
     optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
     # Eq. 6 is plain descent, but its gradient carries the factor lr and comes out tiny: times
     # eta = 1e-4, omega would hardly move. Adam's steps have the size eta whatever the gradient's.
@@ -102,7 +103,7 @@ def main(argv=None):
     # What omega is differentiated through: the step of phi, or (full_unroll) of every weight.
     unrolled = model if cfg.method == "full_unroll" else model.classifier
     decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
-    network = torch.compile(model.features) if cfg.compile else model.features
+    network = torch.compile(model.features, dynamic=False) if cfg.compile else model.features
 
     def features(x):
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
@@ -117,12 +118,14 @@ def main(argv=None):
     if checkpoint:
         start, seconds, history = (checkpoint[k] for k in ("step", "seconds", "history"))
         sums.copy_(checkpoint["sums"])
+        if history and start < cfg.iters and history[-1]["iter"] % cfg.eval_every:
+            history.pop()                                     # the extra row of a shorter run
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         common.write_log(folder, history)
 
     def save(step):
-        watch.look()                                          # a checkpoint is always a good one
+        watch.check(step, model, ema.model, attractor)        # a checkpoint is always a good one
         common.save_checkpoint(folder, {name: part.state_dict() for name, part in parts.items()} | {
             "step": step, "seconds": progress.seconds, "history": history, "sums": sums,
             "config": vars(cfg)})
@@ -147,7 +150,7 @@ def main(argv=None):
     # -------------------------------------------------------------------------------------- loop
     common.print_start(cfg, dataset, index_l, index_u, model, device)
     progress = common.Progress(start, cfg.iters, seconds)
-    watch, interrupt = common.Watch(), common.Interrupt()
+    watch = common.Watch()
     for step in range(start, cfg.iters):
         omega_turn = cfg.method in ("l2ac", "full_unroll") and step % cfg.omega_every == 0
 
@@ -184,11 +187,12 @@ def main(argv=None):
                 loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
 
         # 4) Lower level: theta and phi make one step on L. omega is a constant here (only the
-        #    ablations train it on L), so the attractor's output is cut off from its weights.
+        #    ablations train it on L).
         l_hat = logits
         if cfg.method != "none":
-            delta = attractor(logits)                         # (B+SU, K)
-            l_hat = logits + (delta if joint else delta.detach())              # Eq. 2
+            with torch.set_grad_enabled(joint):
+                delta = attractor(logits)                     # (B+SU, K)
+            l_hat = logits + delta                            # Eq. 2
         loss_x, loss_u = fixmatch_losses(l_hat, y_l, y_u, mask)
         loss = loss_x + cfg.lambda_u * loss_u                 # Eq. 3
         if cfg.method == "single_level":
@@ -201,7 +205,7 @@ def main(argv=None):
                     model, attractor, lower_loss, logits, inner, x_b, y_b)
             omega_norm = move_omega(gradient)
             for p, g in zip(model.parameters(), lower_gradient):
-                p.grad = g
+                p.grad = torch.empty_like(p).copy_(g)         # in p's memory layout, for Adam
         else:
             loss.backward()
         optimizer.step()                                      # Eq. 4
@@ -225,25 +229,27 @@ def main(argv=None):
                              (known * (y_u == true_u)).sum(), loss_bal, omega_norm,
                              torch.full_like(loss_x, omega_turn or cfg.method == "single_level")
                              ]).detach()
-        watch.see(step, torch.stack([loss_x, loss_u, loss_bal]).detach())
+        watch.see(step, torch.stack([loss_x, loss_u, loss_bal, omega_norm]).detach())
         done = step + 1
         if progress.due():
             progress.show(done, averages(sums))
 
         # 8) Evaluate the EMA of the linear classifier; save.
-        if done % cfg.eval_every == 0 or done == cfg.iters:
+        due = done % cfg.eval_every == 0
+        if due or done == cfg.iters:
             progress.pause()
             result = evaluate.on_test_set(ema.model, dataset, normalise)
             history.append({"iter": done} | averages(sums) | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
-            sums.zero_()
+            sums.mul_(not due)            # an extra row at the end must not disturb a longer run
             save(done)
             common.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
-        if interrupt.wished:
+        elif common.interrupt.wished:
             progress.pause()
             save(done)
+        if common.interrupt.wished and done < cfg.iters:
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 
@@ -252,4 +258,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    common.interrupt.listen()
     common.exit_cleanly(main, data.DataError)

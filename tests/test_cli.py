@@ -43,7 +43,7 @@ WRONG = {  # flags: what the sentence must name
     "--omega_every 0": "--omega_every", "--inner newton": "--inner", "--seed -1": "--seed",
     "--dtype bfloat16": "--dtype", "--compile --method full_unroll": "--compile",
     "--ra_m 31": "--ra_m", "--image_size 4": "--image_size", "--resume --overwrite": "--resume",
-    "--iter 5": "--iter", "--reverse_u false": "false", "--threads -1": "--threads",
+    "--iter 5": "--iter", "--model wrn-10-9999999": "--model", "--reverse_u false": "false", "--threads -1": "--threads",
 }
 
 
@@ -91,9 +91,33 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     assert code == 2 and "--out" in err
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
-    code, err = train("--lr 1e30 --iters 20", tmp_path / "run", capsys)
-    assert code == 2 and "not finite" in err and err.count("\n") == 1
+@pytest.mark.parametrize("flags,what", [
+    ("--lr 1e30 --iters 20", "the loss of iteration"),
+    ("--lr 1e30 --iters 1 --method none", "the weights are not finite")])
+def test_a_run_that_diverges_stops_and_saves_nothing(tmp_path, capsys, flags, what):
+    code, err = train(flags, tmp_path / "run", capsys)
+    assert code == 2 and what in err and err.count("\n") == 1
+    assert not (tmp_path / "run/last.pt").exists() and not (tmp_path / "run/result.json").exists()
+
+
+def test_results_without_a_checkpoint_are_not_resumed_over(tmp_path, capsys):
+    train("", tmp_path / "run", capsys)
+    for name in ("last.pt", "prev.pt"):
+        (tmp_path / "run" / name).unlink()
+    code, err = train("--resume", tmp_path / "run", capsys)
+    assert code == 2 and "no checkpoint" in err
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, capsys, monkeypatch):
+    train("--iters 2", tmp_path / "run", capsys)
+    before = (tmp_path / "run/last.pt").read_bytes()
+    def full(state, file):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device", "last.pt")
+    monkeypatch.setattr(torch, "save", full)
+    code, err = train("--resume", tmp_path / "run", capsys)
+    assert code == 2 and "No space left" in err and err.count("\n") == 1
+    assert (tmp_path / "run/last.pt").read_bytes() == before
 
 
 def test_evaluate_shows_runs_side_by_side(tmp_path, capsys):
@@ -109,13 +133,15 @@ def test_evaluate_shows_runs_side_by_side(tmp_path, capsys):
     for method in ("none", "l2ac"):
         log = (tmp_path / method / "log.csv").read_text().splitlines()
         last = dict(zip(log[0].split(","), map(float, log[-1].split(","))))
+        numbers[method] = numbers[str(tmp_path / method)]
         assert numbers[method]["last"]["bacc"] == pytest.approx(last["bacc"], rel=1e-5)
         result = json.loads((tmp_path / method / "result.json").read_text())
         assert numbers[method]["mean_of_last_20"]["gm"] == pytest.approx(result["gm"])
 
 
-@pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(),
-                                  lambda p: (p.mkdir(), (p / "last.pt").write_bytes(b"x"))])
+@pytest.mark.parametrize("make", [
+    lambda p: None, lambda p: p.mkdir(), lambda p: (p.mkdir(), (p / "last.pt").write_bytes(b"x")),
+    lambda p: (p.mkdir(), torch.save({"weights": 1}, p / "last.pt"))])
 def test_evaluate_on_what_is_no_run(tmp_path, capsys, make):
     make(tmp_path / "run")
     code, err = run(evaluate.main, [str(tmp_path / "run")], capsys)

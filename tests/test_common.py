@@ -38,9 +38,9 @@ def test_a_flag_wins_over_every_table():
     assert (cfg.omega_every, cfg.wrn_quirk, cfg.iters, cfg.n1) == (3, False, 7, 20)
 
 
-def test_every_flag_of_the_recipe_table_can_be_set_alone():
-    flags = config()
-    assert all(hasattr(flags, key) for table in common.RECIPES.values() for key in table)
+def test_every_line_of_the_recipe_table_is_a_flag_of_its_own():
+    flags = {option for action in common.parser("")._actions for option in action.option_strings}
+    assert {f"--{key}" for table in common.RECIPES.values() for key in table} <= flags
 
 
 def test_help_names_every_default_table(capsys):
@@ -77,23 +77,24 @@ def test_ema_has_its_closed_form_and_covers_bn_statistics():
     assert any("running_var" in key for key in expected)
 
 
-def test_checkpoint_round_trip_and_the_one_before(tmp_path):
+def checkpoint(step):
+    return {"step": step, "config": {}, "history": [], "model": {"w": torch.ones(3)}, "ema": {}}
+
+
+def test_checkpoint_round_trip_and_the_one_before(tmp_path, capsys):
     for step in (1, 2):
-        common.save_checkpoint(tmp_path, {"step": step, "w": torch.ones(3) * step})
+        common.save_checkpoint(tmp_path, checkpoint(step))
     assert common.load_checkpoint(tmp_path)["step"] == 2
-    (tmp_path / "last.pt").write_bytes((tmp_path / "last.pt").read_bytes()[:100])
+    whole = (tmp_path / "last.pt").read_bytes()
+    for damaged in (whole[:100], b"", b"junk"):
+        (tmp_path / "last.pt").write_bytes(damaged)
+        assert common.load_checkpoint(tmp_path)["step"] == 1
+        assert "last.pt cannot be used" in capsys.readouterr().err
+    torch.save({"weights": 3}, tmp_path / "last.pt")          # readable, but not ours
     assert common.load_checkpoint(tmp_path)["step"] == 1
     (tmp_path / "prev.pt").write_bytes(b"")
     with pytest.raises(common.UserError, match="no checkpoint"):
         common.load_checkpoint(tmp_path)
-
-
-def test_a_damaged_checkpoint_is_announced(tmp_path, capsys):
-    common.save_checkpoint(tmp_path, {"step": 1})
-    common.save_checkpoint(tmp_path, {"step": 2})
-    (tmp_path / "last.pt").write_bytes(b"junk")
-    assert common.load_checkpoint(tmp_path)["step"] == 1
-    assert "last.pt is damaged" in capsys.readouterr().err
 
 
 class Trap:
@@ -102,7 +103,7 @@ class Trap:
 
 
 def test_a_checkpoint_with_code_in_it_runs_nothing(tmp_path, capsys):
-    torch.save({"step": 1, "trap": Trap()}, tmp_path / "last.pt")
+    torch.save(checkpoint(1) | {"trap": Trap()}, tmp_path / "last.pt")
     with pytest.raises(common.UserError):
         common.load_checkpoint(tmp_path)
     assert "ran code" not in "".join(capsys.readouterr())
@@ -111,9 +112,22 @@ def test_a_checkpoint_with_code_in_it_runs_nothing(tmp_path, capsys):
 def test_watch_stops_at_a_loss_that_is_not_finite():
     watch = common.Watch()
     watch.see(0, torch.tensor([1.0, 2.0]))
-    watch.see(1, torch.tensor([1.0, math.nan]))
-    with pytest.raises(common.UserError, match="iteration 1 is not finite .1, nan"):
-        watch.see(2, torch.tensor([1.0, 1.0]))
+    with pytest.raises(common.UserError, match=r"iteration 1 is not finite .\[1.0, nan\]"):
+        watch.see(1, torch.tensor([1.0, math.nan]))
+
+
+def test_watch_on_a_device_that_is_not_waited_for():
+    watch = common.Watch()
+    watch.seen = {s: torch.tensor([float("inf") if s == 7 else 1.0]) for s in range(5, 10)}
+    with pytest.raises(common.UserError, match="iteration 7"):
+        watch.look()
+
+
+def test_watch_refuses_weights_that_are_not_finite():
+    watch, module = common.Watch(), torch.nn.Linear(2, 2)
+    module.weight.data[0, 0] = math.nan
+    with pytest.raises(common.UserError, match="weights are not finite after iteration 3"):
+        watch.check(3, module)
 
 
 def test_log_is_cut_back_to_the_history(tmp_path):

@@ -167,6 +167,7 @@ def test_npz_round_trip(tmp_path):
     assert np.array_equal(d.images[:20].permute(0, 2, 3, 1).numpy(), a["x_train"])
     assert d.labels.tolist() == a["y_train"].tolist() + [-1] * 30
     assert d.num_classes == 4 and d.mean == pytest.approx(a["x_train"].mean((0, 1, 2)) / 255)
+    assert d.std == pytest.approx(a["x_train"].std((0, 1, 2)) / 255)
     labeled, unlabeled = data.split(d, flags(n1=None, m1=None, gamma_l=None, gamma_u=None))
     assert labeled.tolist() == list(range(20)) and unlabeled.tolist() == list(range(20, 50))
 
@@ -221,6 +222,8 @@ def test_cifar10_through_torchvision(tmp_path, monkeypatch):
     (dict(y_train=np.zeros(20)), "20 class numbers"),
     (dict(y_test=np.arange(20)), "classes that y_train lacks"),
     (dict(y_train=np.arange(20) % 4 * 2), "no image of class 1"),
+    (dict(names=np.array(["a", "b"])), "2 class names"),
+    (dict(x_train=np.zeros((20, 12, 5, 3), np.uint8)), "at least 8 x 8"),
 ])
 def test_wrong_npz_files_are_named(tmp_path, change, message):
     content = {k: v for k, v in (arrays() | change).items() if v is not None}
@@ -234,6 +237,13 @@ def test_wrong_npz_files_are_named(tmp_path, change, message):
 def test_unreadable_npz(tmp_path, content):
     if content is not None:
         (tmp_path / "own.npz").write_bytes(content)
+    with pytest.raises(data.DataError, match="own.npz cannot be read"):
+        data.load(str(tmp_path / "own.npz"))
+
+
+def test_an_npy_file_is_no_npz(tmp_path):
+    np.save(tmp_path / "own.npy", np.zeros(3))
+    (tmp_path / "own.npy").rename(tmp_path / "own.npz")
     with pytest.raises(data.DataError, match="own.npz cannot be read"):
         data.load(str(tmp_path / "own.npz"))
 

@@ -1,16 +1,20 @@
 """The training script: its losses, every method and recipe, exact resume, what the files hold."""
 import csv
 import json
+from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+import augment
 import common
 import data
 import models
 import train_fixmatch
 from attractor import BiasAttractor, adapt
+from bilevel import reference_gradient, remember
 
 TINY = ("--image_size 8 --batch_size 6 --eval_every 3 --iters 6 --threads 1 --device cpu "
         "--tau 0.2")                     # a low threshold, so that some pseudo-labels count at once
@@ -72,6 +76,94 @@ def test_every_method_trains(tmp_path, flags):
     assert result["bacc"] == pytest.approx(np.mean([float(r["bacc"]) for r in rows]), rel=1e-5)
     assert len(result["recall"]) == 10 and result["sec_per_iter"] > 0
     assert json.loads((tmp_path / "config.json").read_text())["method"] == result["method"]
+
+
+class ByHand:
+    """The loop again, slowly: copies for every pass that must leave no trace, plain torch.optim,
+    the double-backward reference for omega, EMA and decay tensor by tensor."""
+
+    def __init__(self, cfg):
+        self.cfg, self.dataset = cfg, data.load("synthetic", image_size=8)
+        index_l, index_u = data.split(self.dataset, cfg)
+        labels = self.dataset.labels[index_l]
+        self.streams = (data.IndexStream(index_l, 6, 0, "labeled"),
+                        data.IndexStream(index_u, 6, 0, "unlabeled"),
+                        data.BalancedStream(index_l, labels, 6, 0))
+        torch.manual_seed(0)
+        self.model, self.attractor = models.build("wrn-10-1", 10, 0.02), BiasAttractor(10)
+        self.ema = {k: v.clone() for k, v in self.model.state_dict().items()}
+        self.optimizer = torch.optim.Adam(self.model.parameters(), cfg.lr)
+        self.omega_optimizer = torch.optim.Adam(self.attractor.parameters(), cfg.eta)
+
+    def batches(self, step):
+        normalise = augment.Normalise(self.dataset.mean, self.dataset.std)
+        (x_l, y_l), (x_u, _), (x_b, y_b) = (self.dataset.take(s.batch(step)) for s in self.streams)
+        x_l, x_w, x_b = (augment.weak(x, data.rng(0, f"{name} view", step), normalise) for x, name
+                         in ((x_l, "labeled"), (x_u, "weak"), (x_b, "balanced")))
+        x_s = augment.strong(x_u.repeat_interleave(2, 0), data.rng(0, "strong view", step),
+                             normalise, 3, 4.0)
+        return x_l, y_l, x_w, x_s, x_b, y_b
+
+    def upper(self, lower, z, inner, moved, x_b, y_b):
+        """`moved`: a network after the step of phi (or of theta and phi) that is judged."""
+        z_b = deepcopy(moved).features(x_b).detach()
+        gradient = reference_gradient(self.attractor, lower, z, inner, z_b, y_b)[1]
+        for p, g in zip(self.attractor.parameters(), gradient):
+            p.grad = g
+        self.omega_optimizer.step()
+        return F.cross_entropy(moved.classifier(z_b), y_b).item()
+
+    def virtually_stepped(self, lower, logits):
+        """A copy of the network whose classifier alone made its Adam step."""
+        gradient = torch.autograd.grad(lower(adapt(logits, self.attractor)),
+                                       list(self.model.classifier.parameters()), retain_graph=True)
+        copy = deepcopy(self.model)
+        optimizer = torch.optim.Adam(copy.parameters(), self.cfg.lr)
+        optimizer.load_state_dict(deepcopy(self.optimizer.state_dict()))
+        for p, g in zip(copy.classifier.parameters(), gradient):
+            p.grad = g
+        optimizer.step()
+        return copy
+
+    def iterate(self, step):
+        x_l, y_l, x_w, x_s, x_b, y_b = self.batches(step)
+        p, y_u = deepcopy(self.model)(x_w).softmax(1).max(1)
+        mask, y_u = ((p > self.cfg.tau).float().repeat_interleave(2), y_u.repeat_interleave(2))
+        z = self.model.features(torch.cat([x_l, x_s]))
+        logits = self.model.classifier(z)
+
+        def lower(l):
+            rows = F.cross_entropy(l[6:], y_u, reduction="none")
+            return F.cross_entropy(l[:6], y_l) + (rows * mask.detach()).sum() / len(rows)
+        inner = remember(self.model.classifier.parameters(), self.optimizer, step + 1)
+        if self.cfg.omega_order == "before":
+            moved = self.virtually_stepped(lower, logits)
+            loss_bal = self.upper(lower, z, inner, moved, x_b, y_b)
+        self.optimizer.zero_grad()
+        lower(logits + self.attractor(logits).detach()).backward()
+        self.optimizer.step()
+        if self.cfg.omega_order == "after":
+            loss_bal = self.upper(lower, z, inner, self.model, x_b, y_b)
+        for key, value in self.model.state_dict().items():
+            self.ema[key] = self.cfg.ema * self.ema[key] + (1 - self.cfg.ema) * value
+        for p in self.model.parameters():
+            p.data *= 1 - self.cfg.lr * self.cfg.weight_decay
+        return loss_bal
+
+
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_three_iterations_by_hand(tmp_path, order):
+    flags = f"--iters 3 --eval_every 1 --n_strong 2 --omega_order {order}"
+    state = train(tmp_path, flags)
+    hand = ByHand(train_fixmatch.config([*TINY.split(), *flags.split()]))
+    loss_bal = [hand.iterate(step) for step in range(3)]
+    assert [row["loss_bal"] for row in state["history"]] == pytest.approx(loss_bal, rel=1e-4)
+    for name, ours, theirs in (("model", state["model"], hand.model.state_dict()),
+                               ("ema", state["ema"], hand.ema),
+                               ("attractor", state["attractor"], hand.attractor.state_dict())):
+        a, b = (torch.cat([s[k].flatten() for k in ours]) for s in (ours, theirs))
+        # Adam divides a gradient by its own size: where that is nearly 0, rounding decides.
+        assert ((a - b).abs() < 2e-5).float().mean() > 0.99, name
 
 
 def initial_attractor():
@@ -143,18 +235,21 @@ def test_ten_and_resume_and_ten_equals_twenty(tmp_path, flags):
     assert same(whole, parts)
 
 
+def test_a_run_that_is_made_longer_off_the_grid_of_evaluations(tmp_path):
+    whole = train(tmp_path / "whole", "--iters 9")
+    train(tmp_path / "parts", "--iters 4")
+    assert same(whole, train(tmp_path / "parts", "--iters 9 --resume"))
+
+
 def test_a_signal_between_evaluations_loses_nothing(tmp_path, monkeypatch, capsys):
     whole = train(tmp_path / "whole")
-    class Interrupt:                                          # asks for a stop in iteration 4 of 6
-        looks = 0
-        @property
-        def wished(self):
-            self.looks += 1
-            return self.looks == 4
-    monkeypatch.setattr(common, "Interrupt", Interrupt)
+    def see(self, step, losses):                              # a signal comes in iteration 4 of 6
+        common.interrupt.wished = step == 3
+    monkeypatch.setattr(common.Watch, "see", see)
     assert train(tmp_path / "parts") == 130
     assert "--resume" in capsys.readouterr().out
     monkeypatch.undo()
+    common.interrupt.wished = False
     assert same(whole, train(tmp_path / "parts", "--resume"))
 
 
@@ -181,13 +276,24 @@ def test_auto_pseudo_labels_follow_the_ratios(tmp_path):
     assert same(a["model"], c["model"])
 
 
-def test_own_npz(tmp_path):
+def test_auto_pseudo_labels_of_own_data_come_from_the_linear_classifier(tmp_path):
+    own = f"--dataset {own_npz(tmp_path)} --model wrn-10-1 --image_size 8"
+    a, c = (train(tmp_path / n, f"{own} --tau 0 --pseudo_from {n}") for n in ("auto", "linear"))
+    assert same(a["model"], c["model"])
+
+
+def own_npz(folder):
     g = np.random.default_rng(0)
     def images(n):
         return g.integers(0, 256, (n, 20, 20, 3), dtype=np.uint8)
-    np.savez(tmp_path / "own.npz", x_train=images(60), y_train=np.arange(60) % 5,
-             x_test=images(20), y_test=np.arange(20) % 5, x_unlabeled=images(80))
-    train_fixmatch.main(f"--dataset {tmp_path}/own.npz --model wrn-10-1 --batch_size 6 "
+    np.savez(folder / "own.npz", x_train=images(60), y_train=np.arange(60) % 5,
+             x_test=images(20), y_test=np.arange(20) % 4, x_unlabeled=images(80))
+    return folder / "own.npz"
+
+
+def test_own_npz(tmp_path):
+    train_fixmatch.main(f"--dataset {own_npz(tmp_path)} --model wrn-10-1 --batch_size 6 "
                         f"--iters 2 --eval_every 1 --out {tmp_path}/run".split())
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert len(result["recall"]) == 5 and result["gamma_l"] is None
+    assert result["recall"][4] is None                        # no test image of that class
