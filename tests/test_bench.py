@@ -1,0 +1,29 @@
+"""The benchmark runs and says what it promises. How long things take is no matter for a test; how
+many operations an iteration dispatches does not depend on the machine."""
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import common
+from scripts import bench
+
+
+@pytest.fixture
+def no_trace(monkeypatch):
+    monkeypatch.setattr(common, "Watch", bench.Stopwatch)       # what main() sets, undone afterwards
+
+
+def test_json(no_trace, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "peak_memory", lambda args, method: 1.0)
+    bench.main("--model wrn-10-1 --batch_size 4 --image_size 8 --rounds 1 --iters 1 --json".split())
+    result = json.loads(capsys.readouterr().out)
+    for key in "none l2ac full_unroll bare strong_per_s pil_per_s ops_none ops_l2ac".split():
+        assert result[key] > 0
+
+
+def test_operations_of_an_iteration_of_the_paper(no_trace):
+    """Two strong views of RandAugment(3, .), WRN-28-2, optimizers and EMA included."""
+    args = SimpleNamespace(model="wrn-28-2", batch_size=8, image_size=8)
+    none, l2ac = (bench.count_operations(args, m) for m in ("none", "l2ac"))
+    assert none < l2ac <= 1500
