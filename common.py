@@ -42,7 +42,7 @@ RECIPES = {
 }
 
 
-def resolve(args):
+def resolve(args, base):
     """Fill the flags that were not given: protocol < dataset < scale < recipe < command line."""
     if args.scale is None:
         args.scale = "mini" if args.dataset == "synthetic" else "paper"
@@ -52,6 +52,10 @@ def resolve(args):
     for key, value in (table | RECIPES[args.recipe]).items():
         if getattr(args, key, None) is None:
             setattr(args, key, value)
+    if args.compile and args.method == "full_unroll":
+        raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
+                        "differentiate twice")
+    args.base, args.out = base, args.out or default_out(args, base)
     return args
 
 
@@ -81,10 +85,13 @@ def number(kind, low, high=math.inf):
     return parse
 
 
-def parser(doc):
-    """The flags that all training scripts share; the script adds those of its base method."""
+def parser(doc, network):
+    """The flags that all training scripts share; the script adds those of its base method.
+
+    network: the argparse type of --model.
+    """
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
-               allow_abbrev=False, epilog=describe_defaults())
+               allow_abbrev=False, usage="%(prog)s [--flag value ...]", epilog=describe_defaults())
     whole, real, switch = number(int, 1), number(float, 0), argparse.BooleanOptionalAction
 
     add = p.add_argument_group("data").add_argument
@@ -132,7 +139,7 @@ def parser(doc):
     add("--bn_momentum", type=number(float, 0, 1), help="BatchNorm's momentum *")
 
     add = p.add_argument_group("network").add_argument
-    add("--model", help="wrn-d-w *")
+    add("--model", type=network, help="wrn-d-w, as in wrn-28-2 *")
     add("--image_size", type=number(int, 8, 1024), help="images are resized to this many pixels *")
 
     add = p.add_argument_group("system").add_argument

@@ -6,6 +6,7 @@ apart: theta is what makes the features, phi = (W, b) is the classifier.
 No attractor, no EMA, no losses.
 """
 import re
+from argparse import ArgumentTypeError
 from contextlib import contextmanager
 
 import torch.nn.functional as F
@@ -82,16 +83,18 @@ def initialise(module):
         nn.init.zeros_(module.bias)
 
 
-def parse_name(name):
-    """`wrn-28-2` -> (28, 2); None where the name is not a network."""
+def network(name):
+    """An argparse type: the name of a network that `build` can build."""
     match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
     depth, width = map(int, match.groups()) if match else (0, 0)
-    known = 10 <= depth <= 1000 and (depth - 4) % 6 == 0 and 1 <= width <= 100
-    return (depth, width) if known else None
+    if not (10 <= depth <= 1000 and (depth - 4) % 6 == 0 and 1 <= width <= 100):
+        raise ArgumentTypeError(f"{name} is not wrn-d-w with d = 10, 16, 22, 28, ...")
+    return name
 
 
 def build(name, num_classes, bn_momentum=0.001, quirk=False):
-    return WideResNet(*parse_name(name), num_classes, bn_momentum, quirk)
+    _, depth, width = network(name).split("-")
+    return WideResNet(int(depth), int(width), num_classes, bn_momentum, quirk)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from bilevel import full_unroll, omega_gradient, remember
 
 
 def config(argv=None):
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, models.network)
     g = p.add_argument_group("FixMatch")
     g.add_argument("--tau", type=common.number(float, 0, 1), default=0.95,
                    help="confidence from which a pseudo-label counts (default: 0.95)")
@@ -41,14 +41,7 @@ def config(argv=None):
                    help="RandAugment: operations per image (default: 3)")
     g.add_argument("--ra_m", type=common.number(float, 0, 30), default=4.0,
                    help="RandAugment: strength, 0 to 30 (default: 4)")
-    cfg = common.resolve(p.parse_args(argv))
-    if models.parse_name(cfg.model) is None:
-        p.error(f"--model {cfg.model}: choose wrn-d-w with d = 10, 16, 22, 28, ..., as in wrn-28-2")
-    if cfg.compile and cfg.method == "full_unroll":
-        p.error("--compile does not go with --method full_unroll: torch.compile cannot "
-                "differentiate twice")
-    cfg.base, cfg.out = "fixmatch", cfg.out or common.default_out(cfg, "fixmatch")
-    return cfg
+    return common.resolve(p.parse_args(argv), "fixmatch")
 
 
 def fixmatch_losses(logits, y_l, y_u, mask):

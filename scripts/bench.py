@@ -1,6 +1,6 @@
 """What L2AC costs: seconds, dispatched operations and memory per iteration, and the augmentation.
 
-    python -m scripts.bench                 WRN-28-2 at the paper's batch, one thread, a few minutes
+    python -m scripts.bench                 WRN-28-2 at the paper's batch, one thread, some minutes
     python -m scripts.bench --model wrn-10-1 --image_size 16      a quick look
     python -m scripts.bench --json          none l2ac full_unroll bare (seconds per iteration),
                                             strong_per_s pil_per_s (images per second),
@@ -9,6 +9,7 @@
 The iterations are those of train_fixmatch.py itself, on synthetic images. All candidates take
 turns in one run, so that a busy machine slows them alike: compare the ratios, not the seconds.
 """
+import argparse
 import contextlib
 import io
 import json
@@ -43,20 +44,26 @@ def flags(args, method, iters, out):
     return [*text.split(), "--out", out]
 
 
+class Enough(Exception):
+    pass
+
+
 class Stopwatch(common.Watch):
     """The training loop shows its losses to a Watch once per iteration: here they are timed."""
-    times = []
+    times, wanted = [], 0
 
     def see(self, step, losses):
-        super().see(step, losses)
         self.times.append(time.perf_counter())
+        if len(self.times) == self.wanted:
+            raise Enough                                 # before the evaluation
 
 
 def train(args, method, iters):
     """Seconds of each iteration of a short real run; the first one, which warms up, left out."""
-    Stopwatch.times = []
+    Stopwatch.times, Stopwatch.wanted = [], iters
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
-        train_fixmatch.main(flags(args, method, iters, out))
+        with contextlib.suppress(Enough):
+            train_fixmatch.main(flags(args, method, iters, out))
     return np.diff(Stopwatch.times).tolist()
 
 
@@ -69,11 +76,14 @@ class Counter(TorchDispatchMode):
 
 
 def count_operations(args, method):
-    """Per iteration: a run of four minus a run of two, so that set-up and evaluation cancel."""
-    totals = []
+    """Per iteration: a run of four minus a run of two, so that the set-up cancels.
+
+    Of the smallest images: the number of operations depends on the network and the batch alone.
+    """
+    totals, small = [], argparse.Namespace(**vars(args) | {"image_size": 8})
     for iters in (2, 4):
         with Counter() as counter:
-            train(args, method, iters)
+            train(small, method, iters)
         totals.append(counter.operations)
     return (totals[1] - totals[0]) / 2
 
@@ -146,16 +156,14 @@ def peak_memory(args, method):
 
 def main(argv=None):
     p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("--model", default="wrn-28-2")
+    p.add_argument("--model", type=models.network, default="wrn-28-2")
     p.add_argument("--batch_size", type=common.number(int, 2), default=64)
     p.add_argument("--image_size", type=common.number(int, 8, 1024), default=32)
-    p.add_argument("--rounds", type=common.number(int, 1), default=4,
+    p.add_argument("--rounds", type=common.number(int, 1), default=3,
                    help="turns of all candidates")
-    p.add_argument("--iters", type=common.number(int, 1), default=3, help="iterations in a turn")
+    p.add_argument("--iters", type=common.number(int, 1), default=2, help="iterations in a turn")
     p.add_argument("--json", action="store_true")
     args = p.parse_args(argv)
-    if models.parse_name(args.model) is None:
-        p.error(f"--model {args.model}: choose wrn-d-w, as in wrn-28-2")
     torch.set_num_threads(1)
     common.Watch = Stopwatch
     middle = {name: statistics.median(t) for name, t in measure(args).items()}

@@ -11,7 +11,7 @@ from scripts import bench
 
 @pytest.fixture
 def no_trace(monkeypatch):
-    monkeypatch.setattr(common, "Watch", bench.Stopwatch)       # what main() sets, undone afterwards
+    monkeypatch.setattr(common, "Watch", bench.Stopwatch)       # as main() does; undone later
 
 
 def test_json(no_trace, monkeypatch, capsys):
@@ -24,6 +24,6 @@ def test_json(no_trace, monkeypatch, capsys):
 
 def test_operations_of_an_iteration_of_the_paper(no_trace):
     """Two strong views of RandAugment(3, .), WRN-28-2, optimizers and EMA included."""
-    args = SimpleNamespace(model="wrn-28-2", batch_size=8, image_size=8)
+    args = SimpleNamespace(model="wrn-28-2", batch_size=64, image_size=8)
     none, l2ac = (bench.count_operations(args, m) for m in ("none", "l2ac"))
     assert none < l2ac <= 1500

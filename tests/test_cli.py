@@ -43,7 +43,8 @@ WRONG = {  # flags: what the sentence must name
     "--omega_every 0": "--omega_every", "--inner newton": "--inner", "--seed -1": "--seed",
     "--dtype bfloat16": "--dtype", "--compile --method full_unroll": "--compile",
     "--ra_m 31": "--ra_m", "--image_size 4": "--image_size", "--resume --overwrite": "--resume",
-    "--iter 5": "--iter", "--model wrn-10-9999999": "--model", "--reverse_u false": "false", "--threads -1": "--threads",
+    "--iter 5": "--iter", "--model wrn-10-9999999": "--model",
+    "--reverse_u false": "false", "--threads -1": "--threads",
 }
 
 
@@ -185,6 +186,6 @@ def test_readme_training_commands_are_accepted():
 
 def test_readme_names_no_flag_that_does_not_exist():
     text = (ROOT / "README.md").read_text()
-    help_text = common.parser("").format_help() + Path(train_fixmatch.__file__).read_text()
+    help_text = common.parser("", str).format_help() + Path(train_fixmatch.__file__).read_text()
     known = {"--json", "--rounds"} | set(re.findall(r"--[a-z_0-9]+", help_text))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_0-9]*", text)) <= known

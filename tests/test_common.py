@@ -39,7 +39,8 @@ def test_a_flag_wins_over_every_table():
 
 
 def test_every_line_of_the_recipe_table_is_a_flag_of_its_own():
-    flags = {option for action in common.parser("")._actions for option in action.option_strings}
+    flags = {option for action in common.parser("", str)._actions
+             for option in action.option_strings}
     assert {f"--{key}" for table in common.RECIPES.values() for key in table} <= flags
 
 

@@ -1,4 +1,6 @@
 """The networks: sizes, shapes, BatchNorm handling, the released code's wiring."""
+from argparse import ArgumentTypeError
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,9 +27,10 @@ def test_features_and_classifier(name, size, width):
 
 
 @pytest.mark.parametrize("name", ["wrn-28", "wrn-27-2", "wrn-4-2", "wrn-28-0", "resnet", "",
-                                  "wrn-28-2x"])
+                                  "wrn-28-2x", "wrn-28-101"])
 def test_names_that_are_no_network(name):
-    assert models.parse_name(name) is None
+    with pytest.raises(ArgumentTypeError):
+        models.network(name)
 
 
 @pytest.mark.parametrize("momentum", [0.001, 0.1])
