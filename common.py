@@ -336,12 +336,9 @@ def load_checkpoint(folder):
 def peak_memory_mb(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    try:
-        import resource                              # Unix only
-    except ImportError:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024   # macOS counts bytes, Linux kilobytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    status = Path("/proc/self/status")               # Linux; getrusage would count the parent's too
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(x.split()[1]) / 1024 for x in lines if x.startswith("VmHWM:")), None)
 
 
 # ---------------------------------------------------------------------------------------------
