@@ -1,0 +1,39 @@
+"""Every number of the README's results table stands in results/, and nothing there is left out."""
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+GROUPS = defaultdict(list)
+for path in sorted(ROOT.glob("results/*/*.json")):
+    result = json.loads(path.read_text())
+    key = (path.parent.name, result["gamma_u"], result["reverse_u"], result["method"])
+    GROUPS[key].append(result)
+
+
+def cell(results):
+    """bACC / GM, with the standard deviation where there are several seeds."""
+    numbers = []
+    for key in ("bacc", "gm"):
+        values = [r[key] for r in results]
+        spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+        numbers.append(f"{statistics.mean(values):.1f}{spread}")
+    return " / ".join(numbers)
+
+
+@pytest.mark.parametrize("key", GROUPS, ids=str)
+def test_readme_shows_what_was_measured(key):
+    assert cell(GROUPS[key]) in (ROOT / "README.md").read_text()
+
+
+def test_results_are_of_one_setting_and_of_different_seeds():
+    assert len(GROUPS) >= 12
+    for results in GROUPS.values():
+        assert len({r["seed"] for r in results}) == len(results)
+    for folder in {key[0] for key in GROUPS}:
+        same = {(r["scale"], r["recipe"], r["iters"]) for key, results in GROUPS.items()
+                if key[0] == folder for r in results}
+        assert len(same) == 1
