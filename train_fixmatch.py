@@ -52,8 +52,9 @@ def fixmatch_losses(logits, y_l, y_u, mask):
     """
     views = (len(logits) - len(y_l)) // len(y_u)                               # S
     loss_x = F.cross_entropy(logits[:len(y_l)], y_l)
-    loss_u = F.cross_entropy(logits[len(y_l):], y_u.repeat_interleave(views), reduction="none")
-    return loss_x, (loss_u * mask.repeat_interleave(views)).mean()                     # (SU,)
+    targets, kept = (t.repeat_interleave(views) for t in (y_u, mask))          # (SU,) each
+    loss_u = F.cross_entropy(logits[len(y_l):], targets, reduction="none") * kept
+    return loss_x, loss_u.mean()
 
 
 def averages(sums):
