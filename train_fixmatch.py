@@ -177,6 +177,7 @@ def main(argv=None):
         loss_bal = omega_norm = torch.zeros((), device=device)
         if omega_turn:
             inner = remember(unrolled.parameters(), optimizer, step + 1, cfg.inner)
+            # The released code's order: omega first, judged on a virtual step of phi.
             if cfg.omega_order == "before" and cfg.method == "l2ac":
                 loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
 
@@ -189,7 +190,7 @@ def main(argv=None):
             l_hat = logits + delta                            # Eq. 2
         loss_x, loss_u = fixmatch_losses(l_hat, y_l, y_u, mask)
         loss = loss_x + cfg.lambda_u * loss_u                 # Eq. 3
-        if cfg.method == "single_level":
+        if cfg.method == "single_level":                      # Eq. 5 added to Eq. 3, weight 1
             with models.frozen_bn_stats(model):
                 loss_bal = F.cross_entropy(model.classifier(features(x_b)), y_b)
             loss = loss + loss_bal
@@ -235,7 +236,7 @@ def main(argv=None):
             result = evaluate.on_test_set(ema.model, dataset, normalise)
             history.append({"iter": done} | averages(sums) | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
-            sums.mul_(not due)            # an extra row at the end must not disturb a longer run
+            sums.mul_(not due)      # a last row off the grid is dropped if the run is made longer
             save(done)
             common.write_log(folder, history)
             progress.row(history[-1])
