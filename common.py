@@ -33,7 +33,7 @@ MINI = dict(  # the same protocol on one CPU core in minutes
     model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=50,
     n_strong=1)
 MINI_SYNTHETIC = dict(iters=1500, batch_size=32, eval_every=15)
-RECIPES = {
+RECIPES = {  # what the paper's text says, what its released code does
     "paper": dict(omega_every=1, omega_order="after", inner="adam", pseudo_from="linear",
                   pool="disjoint", split="random", wrn_quirk=False, decay_bn=False),
     "official": dict(omega_every=10, omega_order="before", inner="adam", attractor_input="l2",
@@ -43,15 +43,21 @@ RECIPES = {
 
 
 def resolve(args, base):
-    """Fill the flags that were not given: protocol < dataset < scale < recipe < command line."""
+    """Fill the flags that were not given: protocol < dataset < scale < recipe < command line.
+
+    Only flags that the script has: the tables also speak of those of other scripts.
+    """
     if args.scale is None:
         args.scale = "mini" if args.dataset == "synthetic" else "paper"
     table = PROTOCOL | DATASETS.get(args.dataset, DATASETS["own"])
     if args.scale == "mini":
         table |= MINI | (MINI_SYNTHETIC if args.dataset == "synthetic" else {})
-    for key, value in (table | RECIPES[args.recipe]).items():
-        if getattr(args, key, None) is None:
-            setattr(args, key, value)
+    table |= RECIPES[args.recipe]
+    if base == "mixmatch":
+        table |= dict(pool="disjoint")               # in the released protocol too
+    for key in table.keys() & vars(args).keys():
+        if getattr(args, key) is None:
+            setattr(args, key, table[key])
     if args.compile and args.method == "full_unroll":
         raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
                         "differentiate twice")
@@ -86,7 +92,7 @@ def number(kind, low, high=math.inf):
 
 
 def parser(doc, network):
-    """The flags that all training scripts share; the script adds those of its base method.
+    """The flags that all training scripts share; the script adds those of its methods.
 
     network: the argparse type of --model.
     """
@@ -110,25 +116,8 @@ def parser(doc, network):
     add("--pool", choices=("disjoint", "union"),
         help="union: the unlabeled set holds the labeled images too **")
 
-    add = p.add_argument_group("L2AC").add_argument
-    add("--method", choices=("l2ac", "none", "attractor", "single_level", "full_unroll"),
-        default="l2ac", help="l2ac (default); none: the plain base method; attractor: theta, phi, "
-        "omega trained jointly on L; single_level: jointly on L + L_bal; full_unroll: omega "
-        "through a step of the whole network")
     add("--recipe", choices=tuple(RECIPES), default="paper",
         help="the paper's text (default) or its released code: sets the flags marked **")
-    add("--omega_every", type=whole, help="iterations between omega steps **")
-    add("--omega_order", choices=("after", "before"), help="after: theta, phi move first "
-        "(Algorithm 1); before: omega first, judged on a virtual step of phi **")
-    add("--inner", choices=("adam", "sgd"), help="the update that omega is judged through **")
-    add("--attractor_input", choices=("softmax", "l2"), help="how its input is scaled * **")
-    add("--pseudo_from", choices=("linear", "adaptive", "auto"), help="who makes pseudo-labels: "
-        "the linear classifier, the adaptive one, or the latter iff gamma_l = gamma_u **")
-    add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
-    add("--decay_bn", action=switch, help="weight decay on BatchNorm's running statistics too **")
-    add("--eta", type=real, help="learning rate of omega's Adam; where omega is trained jointly "
-        "(attractor, single_level) it has --lr *")
-    add("--hidden", type=whole, help="width of the attractor *")
 
     add = p.add_argument_group("optimisation").add_argument
     add("--iters", type=whole, help="updates of theta and phi *")
@@ -137,9 +126,11 @@ def parser(doc, network):
     add("--weight_decay", type=real, help="weights shrink by lr times this after each step *")
     add("--ema", type=number(float, 0, 1), help="decay of the averaged weights *")
     add("--bn_momentum", type=number(float, 0, 1), help="BatchNorm's momentum *")
+    add("--decay_bn", action=switch, help="weight decay on BatchNorm's running statistics too **")
 
     add = p.add_argument_group("network").add_argument
     add("--model", type=network, help="wrn-d-w, as in wrn-28-2 *")
+    add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
     add("--image_size", type=number(int, 8, 1024), help="images are resized to this many pixels *")
 
     add = p.add_argument_group("system").add_argument
@@ -157,6 +148,25 @@ def parser(doc, network):
     add("--resume", action="store_true", help="continue the run in --out; start if there is none")
     add("--overwrite", action="store_true", help="replace the run in --out")
     return p
+
+
+def l2ac_flags(p):
+    whole, real = number(int, 1), number(float, 0)
+    add = p.add_argument_group("L2AC").add_argument
+    add("--method", choices=("l2ac", "none", "attractor", "single_level", "full_unroll"),
+        default="l2ac", help="l2ac (default); none: the plain base method; attractor: theta, phi, "
+        "omega trained jointly on L; single_level: jointly on L + L_bal; full_unroll: omega "
+        "through a step of the whole network")
+    add("--omega_every", type=whole, help="iterations between omega steps **")
+    add("--omega_order", choices=("after", "before"), help="after: theta, phi move first "
+        "(Algorithm 1); before: omega first, judged on a virtual step of phi **")
+    add("--inner", choices=("adam", "sgd"), help="the update that omega is judged through **")
+    add("--attractor_input", choices=("softmax", "l2"), help="how its input is scaled * **")
+    add("--pseudo_from", choices=("linear", "adaptive", "auto"), help="who makes pseudo-labels: "
+        "the linear classifier, the adaptive one, or the latter iff gamma_l = gamma_u **")
+    add("--eta", type=real, help="learning rate of omega's Adam; where omega is trained jointly "
+        "(attractor, single_level) it has --lr *")
+    add("--hidden", type=whole, help="width of the attractor *")
 
 
 def describe_defaults():
@@ -233,8 +243,11 @@ FILES = ("config.json", "log.csv", "last.pt", "prev.pt", "result.json")
 FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir")
 
 
-def open_run(args):
-    """Make --out ready and return (folder, checkpoint or None). Refuses to touch another run."""
+def open_run(args, schedule=True):
+    """Make --out ready and return (folder, checkpoint or None). Refuses to touch another run.
+
+    schedule: something in the run is a fraction of --iters, so --resume cannot make it longer.
+    """
     folder = Path(args.out)
     held = [name for name in FILES if (folder / name).exists()]
     if held and not (args.resume or args.overwrite):
@@ -244,7 +257,7 @@ def open_run(args):
         raise UserError("--resume and --overwrite exclude each other; give one of them")
     checkpoint = load_checkpoint(folder) if args.resume else None
     if checkpoint:
-        check_same_run(checkpoint, vars(args), folder)
+        check_same_run(checkpoint, vars(args), folder, schedule)
     elif args.resume and {"log.csv", "result.json"} & set(held):
         raise UserError(f"--resume: {folder} holds results but no checkpoint to continue from; "
                         f"choose another --out, or --overwrite them")
@@ -259,9 +272,9 @@ def open_run(args):
     return folder, checkpoint
 
 
-def check_same_run(checkpoint, now, folder):
+def check_same_run(checkpoint, now, folder, schedule):
     saved = checkpoint["config"]
-    for key in sorted(saved.keys() & now.keys() - set(FREE)):
+    for key in sorted(saved.keys() & now.keys() - set(FREE) | ({"iters"} if schedule else set())):
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
@@ -309,9 +322,25 @@ def write_log(folder, history):
     write(folder / "log.csv", lambda file: file.write("".join(f"{x}\n" for x in lines).encode()))
 
 
-def save_checkpoint(folder, state):
-    """last.pt, the one before it kept as prev.pt. Tensors and plain Python types only."""
+def save_checkpoint(folder, parts, **plain):
+    """last.pt, the one before it kept as prev.pt. Tensors and plain Python types only.
+
+    parts: {name: anything with a state_dict}.
+    """
+    state = {name: part.state_dict() for name, part in parts.items()} | plain
     write(folder / "last.pt", lambda file: torch.save(state, file), keep=folder / "prev.pt")
+
+
+def restore(checkpoint, parts, cfg):
+    """Put a checkpoint (or None) back into its parts; (step, seconds, history) to go on from."""
+    if checkpoint is None:
+        return 0, 0.0, []
+    step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
+    if history and step < cfg.iters and history[-1]["iter"] % cfg.eval_every:
+        history.pop()                                # the extra row of a shorter run
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint[name])
+    return step, seconds, history
 
 
 def load_checkpoint(folder):
@@ -399,6 +428,37 @@ class Interrupt:
 
 
 interrupt = Interrupt()                              # signals are the process's, not a run's
+
+
+class Tally:
+    """What log.csv says about training: sums since the last evaluation, kept on the device."""
+
+    def __init__(self, device):
+        self.sums = torch.zeros(9, device=device)
+
+    def add(self, loss_x, loss_u, y_u, mask, true_u, loss_bal, omega_norm, omega_moved):
+        """y_u, mask, true_u (U,): pseudo-labels, which of them count, true ones or -1."""
+        known, one = mask * (true_u >= 0), torch.ones_like(loss_x)
+        self.sums += torch.stack([
+            one, loss_x, loss_u, mask.mean(), known.sum(), (known * (y_u == true_u)).sum(),
+            loss_bal, omega_norm, omega_moved * one]).detach()
+
+    def averages(self):
+        """The columns of log.csv."""
+        iters, loss_x, loss_u, kept, known, right, loss_bal, norm, moves = self.sums.tolist()
+        return {"loss_x": loss_x / iters, "loss_u": loss_u / iters, "mask_rate": kept / iters,
+                "pseudo_acc": right / known if known else math.nan,
+                "loss_bal": loss_bal / moves if moves else math.nan,
+                "omega_grad": norm / moves if moves else math.nan}
+
+    def reset(self):
+        self.sums.zero_()
+
+    def state_dict(self):
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state):
+        self.sums.copy_(state["sums"])
 
 
 class Watch:

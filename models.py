@@ -9,6 +9,7 @@ import re
 from argparse import ArgumentTypeError
 from contextlib import contextmanager
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -95,6 +96,17 @@ def network(name):
 def build(name, num_classes, bn_momentum=0.001, quirk=False):
     _, depth, width = network(name).split("-")
     return WideResNet(int(depth), int(width), num_classes, bn_momentum, quirk)
+
+
+def feature_pass(model, device, dtype="float32", compiled=False):
+    """model.features as a function, with autocast and torch.compile where they are asked for."""
+    network = torch.compile(model.features, dynamic=False) if compiled else model.features
+
+    def features(x):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            z = network(x)
+        return z.float()            # (N, D) float32 from here on: classifier, losses, omega step
+    return features
 
 
 @contextmanager

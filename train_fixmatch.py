@@ -14,8 +14,6 @@ well on a class-balanced batch.
     theta  model.features      phi  model.classifier      omega  attractor
     B labeled, U unlabeled, M balanced images; S strong views; K classes; D features
 """
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -28,8 +26,7 @@ from augment import Normalise, strong, weak
 from bilevel import full_unroll, omega_gradient, remember
 
 
-def config(argv=None):
-    p = common.parser(__doc__, models.network)
+def flags(p):
     g = p.add_argument_group("FixMatch")
     g.add_argument("--tau", type=common.number(float, 0, 1), default=0.95,
                    help="confidence from which a pseudo-label counts (default: 0.95)")
@@ -41,6 +38,12 @@ def config(argv=None):
                    help="RandAugment: operations per image (default: 3)")
     g.add_argument("--ra_m", type=common.number(float, 0, 30), default=4.0,
                    help="RandAugment: strength, 0 to 30 (default: 4)")
+
+
+def config(argv=None):
+    p = common.parser(__doc__, models.network)
+    common.l2ac_flags(p)
+    flags(p)
     return common.resolve(p.parse_args(argv), "fixmatch")
 
 
@@ -57,22 +60,13 @@ def fixmatch_losses(logits, y_l, y_u, mask):
     return loss_x, loss_u.mean()
 
 
-def averages(sums):
-    """The columns of log.csv that describe training, from the sums since the last evaluation."""
-    iters, loss_x, loss_u, kept, known, right, loss_bal, norm, moves = sums.tolist()
-    return {"loss_x": loss_x / iters, "loss_u": loss_u / iters, "mask_rate": kept / iters,
-            "pseudo_acc": right / known if known else math.nan,
-            "loss_bal": loss_bal / moves if moves else math.nan,
-            "omega_grad": norm / moves if moves else math.nan}
-
-
 def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg = config(argv)
     device = common.pick_device(cfg)
     dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
     index_l, index_u = data.split(dataset, cfg)
-    folder, checkpoint = common.open_run(cfg)
+    folder, checkpoint = common.open_run(cfg, schedule=False)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size, cfg.seed, "unlabeled")
@@ -97,32 +91,20 @@ def main(argv=None):
     # What omega is differentiated through: the step of phi, or (full_unroll) of every weight.
     unrolled = model if cfg.method == "full_unroll" else model.classifier
     decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
-    network = torch.compile(model.features, dynamic=False) if cfg.compile else model.features
-
-    def features(x):
-        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-            z = network(x)
-        return z.float()            # (N, D) float32 from here on: classifier, losses, omega step
+    features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
 
     # ------------------------------------------------------------------------------------ resume
-    start, seconds, history = 0, 0.0, []
-    sums = torch.zeros(9, device=device)                      # see averages()
+    tally = common.Tally(device)
     parts = {"model": model, "ema": ema.model, "attractor": attractor, "optimizer": optimizer,
-             "omega_optimizer": omega_optimizer}
+             "omega_optimizer": omega_optimizer, "tally": tally}
+    start, seconds, history = common.restore(checkpoint, parts, cfg)
     if checkpoint:
-        start, seconds, history = (checkpoint[k] for k in ("step", "seconds", "history"))
-        sums.copy_(checkpoint["sums"])
-        if history and start < cfg.iters and history[-1]["iter"] % cfg.eval_every:
-            history.pop()                                     # the extra row of a shorter run
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-        common.write_log(folder, history)
+        common.write_log(folder, history)                     # cuts off later rows
 
     def save(step):
         watch.check(step, model, ema.model, attractor)        # a checkpoint is always a good one
-        common.save_checkpoint(folder, {name: part.state_dict() for name, part in parts.items()} | {
-            "step": step, "seconds": progress.seconds, "history": history, "sums": sums,
-            "config": vars(cfg)})
+        common.save_checkpoint(folder, parts, step=step, seconds=progress.seconds, history=history,
+                               config=vars(cfg))
 
     # ------------------------------------------------------------------------------- both levels
     def view(x, purpose, step):
@@ -219,24 +201,22 @@ def main(argv=None):
             torch._foreach_mul_(decayed, 1 - cfg.lr * cfg.weight_decay)
 
         # 7) Bookkeeping, without reading anything back from the device.
-        known = mask * (true_u >= 0)
-        sums += torch.stack([torch.ones_like(loss_x), loss_x, loss_u, mask.mean(), known.sum(),
-                             (known * (y_u == true_u)).sum(), loss_bal, omega_norm,
-                             torch.full_like(loss_x, omega_turn or cfg.method == "single_level")
-                             ]).detach()
+        tally.add(loss_x, loss_u, y_u, mask, true_u, loss_bal, omega_norm,
+                  omega_turn or cfg.method == "single_level")
         watch.see(step, torch.stack([loss_x, loss_u, loss_bal, omega_norm]).detach())
         done = step + 1
         if progress.due():
-            progress.show(done, averages(sums))
+            progress.show(done, tally.averages())
 
         # 8) Evaluate the EMA of the linear classifier; save.
         due = done % cfg.eval_every == 0
         if due or done == cfg.iters:
             progress.pause()
             result = evaluate.on_test_set(ema.model, dataset, normalise)
-            history.append({"iter": done} | averages(sums) | evaluate.columns(result)
+            history.append({"iter": done} | tally.averages() | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
-            sums.mul_(not due)      # a last row off the grid is dropped if the run is made longer
+            if due:                 # a last row off the grid is dropped if the run is made longer
+                tally.reset()
             save(done)
             common.write_log(folder, history)
             progress.row(history[-1])

@@ -1,0 +1,249 @@
+"""MixMatch + L2AC: the same sections in the same order as train_fixmatch.py; diff the two.
+
+    python train_mixmatch.py                                   synthetic data, CPU, two minutes
+    python train_mixmatch.py --method none                     the same with plain MixMatch
+    python train_mixmatch.py --dataset cifar10 --scale mini    real images, one CPU core, minutes
+    python train_mixmatch.py --dataset cifar10 --gamma_l 100 --gamma_u 1       the paper's run
+
+MixMatch: average the predictions for two weak views of an unlabeled image, sharpen the average
+into a soft label, mix all images and all labels pairwise (mixup), and train on the mixtures:
+cross-entropy for the labeled rows, squared error of probabilities for the others. There is no
+threshold, every guess counts, the biased ones too. L2AC is what it is on FixMatch.
+
+    theta  model.features      phi  model.classifier      omega  attractor
+    B labeled, U unlabeled, M balanced images; K classes; D features
+"""
+import torch
+import torch.nn.functional as F
+
+import common
+import data
+import evaluate
+import models
+from attractor import BiasAttractor, adapt
+from augment import Normalise, weak
+from bilevel import full_unroll, omega_gradient, remember
+
+
+def flags(p):
+    g = p.add_argument_group("MixMatch")
+    g.add_argument("--temperature", type=common.number(float, 0.01), default=0.5,
+                   help="of the sharpening; 1 leaves the guess as it is (default: 0.5)")
+    g.add_argument("--mix_alpha", type=common.number(float, 0.01), default=0.75,
+                   help="mixup coefficient from Beta(alpha, alpha) (default: 0.75)")
+    g.add_argument("--lambda_u", type=common.number(float, 0), default=75.0,
+                   help="weight of the unlabeled loss at the end of the run (default: 75)")
+
+
+def config(argv=None):
+    p = common.parser(__doc__, models.network)
+    common.l2ac_flags(p)
+    flags(p)
+    return common.resolve(p.parse_args(argv), "mixmatch")
+
+
+def sharpen(p, temperature):
+    """(U, K) probabilities -> the same with the large ones larger."""
+    powers = p ** (1 / temperature)
+    return powers / powers.sum(1, keepdim=True)
+
+
+def mixup(x, q, share, partner):
+    """Rows x (N, 3, H, W), q (N, K): of each a `share` is kept, the rest is its partner's (N,)."""
+    return share * x + (1 - share) * x[partner], share * q + (1 - share) * q[partner]
+
+
+def mixmatch_losses(logits, q, labeled):
+    """L_l and L_u / lambda_u. logits, q (B+2U, K); the first `labeled` rows are the labeled ones.
+
+    The squared error is a mean over rows and classes: lambda_u = 75 is meant for that scale.
+    """
+    loss_x = F.cross_entropy(logits[:labeled], q[:labeled])
+    loss_u = F.mse_loss(logits[labeled:].softmax(1), q[labeled:])
+    return loss_x, loss_u
+
+
+def main(argv=None):
+    # ------------------------------------------------------------------------------- setup, data
+    cfg = config(argv)
+    device = common.pick_device(cfg)
+    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
+    index_l, index_u = data.split(dataset, cfg)
+    folder, checkpoint = common.open_run(cfg)
+    normalise = Normalise(dataset.mean, dataset.std, device)
+    stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
+    stream_u = data.IndexStream(index_u, cfg.batch_size, cfg.seed, "unlabeled")
+    stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed)
+
+    # ------------------------------------------------------------------------ model, optimizers
+    torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
+    K = dataset.num_classes
+    model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
+    attractor = BiasAttractor(K, cfg.hidden, cfg.attractor_input).to(device)
+    model = model.to(device, memory_format=torch.channels_last)
+    ema = common.EMA(model, cfg.ema)
+    joint = cfg.method in ("attractor", "single_level")       # ablations: omega trained on L itself
+    matched = cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u
+    adaptive_labels = cfg.method != "none" and (
+        cfg.pseudo_from == "adaptive" or cfg.pseudo_from == "auto" and matched)
+    optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
+    # Eq. 6 is plain descent, but its gradient carries the factor lr and comes out tiny: times
+    # eta = 1e-4, omega would hardly move. Adam's steps have the size eta whatever the gradient's.
+    omega_optimizer = torch.optim.Adam(attractor.parameters(), cfg.lr if joint else cfg.eta,
+                                       fused=True)
+    # What omega is differentiated through: the step of phi, or (full_unroll) of every weight.
+    unrolled = model if cfg.method == "full_unroll" else model.classifier
+    decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
+    features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
+
+    # ------------------------------------------------------------------------------------ resume
+    tally = common.Tally(device)
+    parts = {"model": model, "ema": ema.model, "attractor": attractor, "optimizer": optimizer,
+             "omega_optimizer": omega_optimizer, "tally": tally}
+    start, seconds, history = common.restore(checkpoint, parts, cfg)
+    if checkpoint:
+        common.write_log(folder, history)                     # cuts off later rows
+
+    def save(step):
+        watch.check(step, model, ema.model, attractor)        # a checkpoint is always a good one
+        common.save_checkpoint(folder, parts, step=step, seconds=progress.seconds, history=history,
+                               config=vars(cfg))
+
+    # ------------------------------------------------------------------------------- both levels
+    def view(x, purpose, step):
+        return weak(x, data.rng(cfg.seed, purpose, step), normalise)
+
+    def move_omega(gradient):
+        for p, g in zip(attractor.parameters(), gradient):
+            p.grad = g
+        omega_optimizer.step()                                # Eq. 6
+        return torch.nn.utils.get_total_norm(gradient)
+
+    def upper_level(lower_loss, logits, z, inner, x_b, y_b):
+        """Judge the step of phi that omega brings about on a balanced batch, and move omega."""
+        with torch.no_grad(), models.frozen_bn_stats(model):
+            z_b = features(x_b)                               # (M, D)
+        loss_bal, gradient = omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b)
+        return loss_bal, move_omega(gradient)
+
+    # -------------------------------------------------------------------------------------- loop
+    common.print_start(cfg, dataset, index_l, index_u, model, device)
+    progress = common.Progress(start, cfg.iters, seconds)
+    watch = common.Watch()
+    for step in range(start, cfg.iters):
+        omega_turn = cfg.method in ("l2ac", "full_unroll") and step % cfg.omega_every == 0
+
+        # 1) Batches and views: pure functions of (seed, step).
+        x_l, y_l = dataset.take(stream_l.batch(step))         # (B, 3, H, W), (B,)
+        x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
+        x_l, x_w = view(x_l, "labeled view", step), view(x_u, "weak view", step)
+        x_v = view(x_u, "second weak view", step)             # (U, 3, H, W)
+        if omega_turn or cfg.method == "single_level":
+            x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
+            x_b = view(x_b, "balanced view", step)
+
+        # 2) Soft labels: by the live network, with each batch's own BatchNorm statistics.
+        with torch.no_grad(), models.frozen_bn_stats(model):
+            guesses = [model.classifier(features(x)) for x in (x_w, x_v)]      # (U, K) each
+            if adaptive_labels:
+                guesses = [adapt(logits, attractor) for logits in guesses]
+            q_u = sharpen(sum(l.softmax(1) for l in guesses) / 2, cfg.temperature)      # (U, K)
+
+        # 3) Mixup, one coefficient for the whole batch; then one forward pass over all rows of L;
+        #    both levels use it. One pass, because labeled and unlabeled rows are mixtures of both
+        #    kinds and should be normalised alike. (Code that feeds chunks of B rows interleaves
+        #    them first for this reason.)
+        g = data.rng(cfg.seed, "mixup", step)
+        share = g.beta(cfg.mix_alpha, cfg.mix_alpha)
+        share = max(share, 1 - share)                         # a row stays more itself than not
+        partner = torch.from_numpy(g.permutation(len(y_l) + 2 * len(q_u))).to(device)
+        x, q = mixup(torch.cat([x_l, x_w, x_v]), torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
+                     share, partner)                          # (B+2U, 3, H, W), (B+2U, K)
+        z = features(x)                                       # (B+2U, D)
+        logits = model.classifier(z)                          # (B+2U, K)
+        lambda_u = cfg.lambda_u * step / cfg.iters            # linear ramp over the whole run
+
+        def lower_loss(l_hat):                                # L as a function of l^, Eq. 3
+            loss_x, loss_u = mixmatch_losses(l_hat, q, len(y_l))
+            return loss_x + lambda_u * loss_u
+
+        loss_bal = omega_norm = torch.zeros((), device=device)
+        if omega_turn:
+            inner = remember(unrolled.parameters(), optimizer, step + 1, cfg.inner)
+            # The released code's order: omega first, judged on a virtual step of phi.
+            if cfg.omega_order == "before" and cfg.method == "l2ac":
+                loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
+
+        # 4) Lower level: theta and phi make one step on L. omega is a constant here (only the
+        #    ablations train it on L).
+        l_hat = logits
+        if cfg.method != "none":
+            with torch.set_grad_enabled(joint):
+                delta = attractor(logits)                     # (B+2U, K)
+            l_hat = logits + delta                            # Eq. 2
+        loss_x, loss_u = mixmatch_losses(l_hat, q, len(y_l))
+        loss = loss_x + lambda_u * loss_u                     # Eq. 3
+        if cfg.method == "single_level":                      # Eq. 5 added to Eq. 3, weight 1
+            with models.frozen_bn_stats(model):
+                loss_bal = F.cross_entropy(model.classifier(features(x_b)), y_b)
+            loss = loss + loss_bal
+        if omega_turn and cfg.method == "full_unroll":
+            with models.frozen_bn_stats(model):
+                loss_bal, gradient, lower_gradient = full_unroll(
+                    model, attractor, lower_loss, logits, inner, x_b, y_b)
+            omega_norm = move_omega(gradient)
+            for p, g in zip(model.parameters(), lower_gradient):
+                p.grad = torch.empty_like(p).copy_(g)         # in p's memory layout, for Adam
+        else:
+            loss.backward()
+        optimizer.step()                                      # Eq. 4
+        optimizer.zero_grad()
+        if joint:
+            omega_optimizer.step()
+            omega_optimizer.zero_grad()
+
+        # 5) Upper level, the paper's order: omega is judged at (theta', phi'(omega)).
+        if omega_turn and cfg.omega_order == "after" and cfg.method == "l2ac":
+            loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
+
+        # 6) EMA first, then the live weights shrink: the order of the protocol.
+        ema.update()
+        with torch.no_grad():
+            torch._foreach_mul_(decayed, 1 - cfg.lr * cfg.weight_decay)
+
+        # 7) Bookkeeping, without reading anything back from the device.
+        y_u, mask = q_u.argmax(1), torch.ones_like(true_u, dtype=torch.float)   # every guess counts
+        tally.add(loss_x, loss_u, y_u, mask, true_u, loss_bal, omega_norm,
+                  omega_turn or cfg.method == "single_level")
+        watch.see(step, torch.stack([loss_x, loss_u, loss_bal, omega_norm]).detach())
+        done = step + 1
+        if progress.due():
+            progress.show(done, tally.averages())
+
+        # 8) Evaluate the EMA of the linear classifier; save.
+        due = done % cfg.eval_every == 0
+        if due or done == cfg.iters:
+            progress.pause()
+            result = evaluate.on_test_set(ema.model, dataset, normalise)
+            history.append({"iter": done} | tally.averages() | evaluate.columns(result)
+                           | {"it_per_s": (done - start) / (progress.seconds - seconds)})
+            if due:                 # a last row off the grid is dropped if the run is made longer
+                tally.reset()
+            save(done)
+            common.write_log(folder, history)
+            progress.row(history[-1])
+            progress.begin()
+        elif common.interrupt.wished:
+            progress.pause()
+            save(done)
+        if common.interrupt.wished and done < cfg.iters:
+            print(f"\nstopped after iteration {done}; the same command with --resume goes on")
+            return 130
+
+    common.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
+                  progress.seconds, device)
+
+
+if __name__ == "__main__":
+    common.interrupt.listen()
+    common.exit_cleanly(main, data.DataError)
