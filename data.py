@@ -58,11 +58,13 @@ class Dataset:
             setattr(self, part, getattr(self, part).to(device))
         return self
 
-    def take(self, index):
-        """(B,) -> images (B, 3, H, W) uint8 and labels (B,), on the device."""
+    def take(self, index, labels=None):
+        """(B,) -> images (B, 3, H, W) uint8 and labels (B,), by default the true ones; on the
+        device."""
         device = self.images.device
+        labels = self.labels[index] if labels is None else labels
         i, y = (torch.from_numpy(a).to(device, non_blocking=device.type == "cuda")
-                for a in (index, self.labels[index]))
+                for a in (index, labels))
         return self.images[i], y
 
 

@@ -4,6 +4,7 @@
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. No training, no plots.
 """
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,12 @@ import torch
 
 
 @torch.no_grad()
-def confusion_matrix(model, images, labels, num_classes, normalise, batch_size=500):
-    """(K, K) counts, row = true class, column = predicted. images (T, 3, H, W) uint8."""
-    model.eval()
-    predicted = torch.cat([model(normalise(x)).argmax(1) for x in images.split(batch_size)])
+def confusion_matrix(predict, images, labels, num_classes, normalise, batch_size=500):
+    """(K, K) counts, row = true class, column = predicted. images (T, 3, H, W) uint8.
+
+    predict: (N, 3, H, W) -> scores (N, K), e.g. a model in eval mode.
+    """
+    predicted = torch.cat([predict(normalise(x)).argmax(1) for x in images.split(batch_size)])
     cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes ** 2)
     return cells.reshape(num_classes, num_classes)
 
@@ -34,9 +37,9 @@ def metrics(confusion):
             "recall": (100 * recall).tolist()}
 
 
-def on_test_set(model, dataset, normalise):
+def on_test_set(predict, dataset, normalise):
     """`metrics` of a model on the test images of a data.Dataset."""
-    return metrics(confusion_matrix(model, dataset.test_images, dataset.test_labels,
+    return metrics(confusion_matrix(predict, dataset.test_images, dataset.test_labels,
                                     dataset.num_classes, normalise))
 
 
@@ -63,7 +66,7 @@ def mean_of_last(history, n=20):
 
 
 def load_run(folder, device="cpu"):
-    """(config, dataset, EMA model, history) of a run folder."""
+    """(config, dataset, what predicts, history) of a run folder."""
     import common
     import data
     import models
@@ -75,16 +78,22 @@ def load_run(folder, device="cpu"):
     cfg = SimpleNamespace(**checkpoint["config"])
     dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size)
     model = models.build(cfg.model, dataset.num_classes, cfg.bn_momentum, cfg.wrn_quirk)
+    predict = model
+    if "method" in checkpoint:                        # a run of baselines/train.py
+        from baselines.train import METHODS
+        method = METHODS[cfg.base][cfg.method]
+        method.heads(model)
+        predict = partial(method.predict, model)
     model.load_state_dict(checkpoint["ema"])
-    return (cfg, dataset.to(device), model.to(device, memory_format=torch.channels_last).eval(),
-            checkpoint["history"])
+    model.to(device, memory_format=torch.channels_last).eval()
+    return cfg, dataset.to(device), predict, checkpoint["history"]
 
 
 def judge(folder):
     """(folder, class names, metrics now, metrics over the last 20 evaluations) of a run folder."""
     from augment import Normalise
-    cfg, dataset, model, history = load_run(folder)
-    now = on_test_set(model, dataset, Normalise(dataset.mean, dataset.std))
+    cfg, dataset, predict, history = load_run(folder)
+    now = on_test_set(predict, dataset, Normalise(dataset.mean, dataset.std))
     return str(folder), dataset.names, now, mean_of_last(history) if history else now
 
 

@@ -48,6 +48,14 @@ def sharpen(p, temperature):
     return powers / powers.sum(1, keepdim=True)
 
 
+def draw_mix(cfg, step, rows, device):
+    """One mixup coefficient for the whole batch, and a partner for each row (N,)."""
+    g = data.rng(cfg.seed, "mixup", step)
+    share = g.beta(cfg.mix_alpha, cfg.mix_alpha)
+    partner = torch.from_numpy(g.permutation(rows)).to(device)
+    return max(share, 1 - share), partner                     # a row stays more itself than not
+
+
 def mixup(x, q, share, partner):
     """Rows x (N, 3, H, W), q (N, K): of each a `share` is kept, the rest is its partner's (N,)."""
     return share * x + (1 - share) * x[partner], share * q + (1 - share) * q[partner]
@@ -153,12 +161,9 @@ def main(argv=None):
         #    both levels use it. One pass, because labeled and unlabeled rows are mixtures of both
         #    kinds and should be normalised alike. (Code that feeds chunks of B rows interleaves
         #    them first for this reason.)
-        g = data.rng(cfg.seed, "mixup", step)
-        share = g.beta(cfg.mix_alpha, cfg.mix_alpha)
-        share = max(share, 1 - share)                         # a row stays more itself than not
-        partner = torch.from_numpy(g.permutation(len(y_l) + 2 * len(q_u))).to(device)
-        x, q = mixup(torch.cat([x_l, x_w, x_v]), torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
-                     share, partner)                          # (B+2U, 3, H, W), (B+2U, K)
+        x, q = mixup(torch.cat([x_l, x_w, x_v]),              # (B+2U, 3, H, W), (B+2U, K)
+                     torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
+                     *draw_mix(cfg, step, len(y_l) + 2 * len(q_u), device))
         z = features(x)                                       # (B+2U, D)
         logits = model.classifier(z)                          # (B+2U, K)
         lambda_u = cfg.lambda_u * step / cfg.iters            # linear ramp over the whole run

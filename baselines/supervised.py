@@ -1,0 +1,151 @@
+"""Labels alone: what the semi-supervised methods have to beat, and between which bounds they move.
+
+    vanilla       cross-entropy on the labeled images; by another name the lower bound
+    resampling    every class equally often
+    ldam          LDAM-DRW: larger margins for rarer classes, class weights near the end
+    crt           cRT: vanilla first, then a fresh classifier on the frozen network
+    upper_bound   cross-entropy on labeled and unlabeled images with their true labels
+
+No unlabeled image is looked at, except by the upper bound. No loop (train.py).
+"""
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import common
+import data
+from baselines import Method
+
+
+class Resampling(Method):
+    """Draw a class, then an image of it: image i comes up with probability 1 / (K N_y)."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.stream = data.BalancedStream(run.index_l, run.dataset.labels[run.index_l],
+                                          run.cfg.batch_size, run.cfg.seed)
+
+    def labeled(self, step):
+        index = self.stream.batch(step)
+        return index, self.run.dataset.labels[index]
+
+
+class UpperBound(Method):
+    """All training images with their true labels."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        everything = np.union1d(run.index_l, run.index_u)
+        if (run.dataset.labels[everything] < 0).any():
+            raise common.UserError("--method upper_bound needs the true labels of the unlabeled "
+                                   "images, and this dataset has none; choose another --method")
+        self.stream = data.IndexStream(everything, run.cfg.batch_size, run.cfg.seed, "labeled")
+
+    def labeled(self, step):
+        index = self.stream.batch(step)
+        return index, self.run.dataset.labels[index]
+
+
+# ---------------------------------------------------------------------------------------------
+# LDAM-DRW
+
+
+class CosineClassifier(nn.Linear):
+    """cos(w_k, z). The margins are angles' cosines: an ordinary linear layer would dodge them by
+    growing its weights."""
+
+    def __init__(self, features, num_classes):
+        super().__init__(features, num_classes, bias=False)
+        nn.init.xavier_normal_(self.weight)
+
+    def forward(self, z):
+        return F.linear(F.normalize(z), F.normalize(self.weight))              # (N, K) in [-1, 1]
+
+
+def margins(counts, largest=0.5):
+    """m_k ~ N_k^(-1/4), the rarest class has the largest. (K,) -> (K,)"""
+    return largest * (counts.min() / counts) ** 0.25
+
+
+def effective_number_weights(counts, beta=0.9999):
+    """(1 - beta) / (1 - beta^N_k), scaled to sum to K. (K,) float64 -> (K,)"""
+    weights = (1 - beta) / (1 - beta ** counts)
+    return weights * len(counts) / weights.sum()
+
+
+class LDAM(Method):
+    scale = 30                     # cosines are at most 1; softmax needs a wider range
+
+    @staticmethod
+    def heads(model):
+        model.classifier = CosineClassifier(model.classifier.in_features,
+                                            model.classifier.out_features)
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.margins = margins(run.counts).float()                             # (K,)
+        self.weights = effective_number_weights(run.counts).float()            # (K,)
+
+    def supervised_loss(self, logits, target, step):
+        """The true class must win by its margin; from 80 % of the run on, rare classes weigh more
+        (deferred re-weighting: features first, balance later)."""
+        late = step >= 0.8 * self.run.cfg.iters
+        lowered = logits - F.one_hot(target, logits.shape[1]) * self.margins   # (B, K)
+        return F.cross_entropy(self.scale * lowered, target, self.weights if late else None)
+
+
+# ---------------------------------------------------------------------------------------------
+# cRT
+
+
+def inverse_frequency_weights(counts):
+    """1 / N_k, scaled to sum to K. (K,) -> (K,)"""
+    return len(counts) / counts / (1 / counts).sum()
+
+
+class CRT(Method):
+    """The network learns good features from skewed data, its classifier does not: train the
+    classifier alone a second time, with balanced weights, after --iters iterations of vanilla."""
+
+    @staticmethod
+    def flags(p):
+        p.add_argument("--crt_iters", type=common.number(int, 1), help="iterations of the second "
+                       "stage, after the --iters of the first (default: 20 x eval_every)")
+
+    @staticmethod
+    def check(cfg):
+        cfg.crt_iters = cfg.crt_iters or 20 * cfg.eval_every
+        cfg.iters += cfg.crt_iters                   # `iters` in result.json is the sum
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.weights = inverse_frequency_weights(run.counts).float()           # (K,)
+        self.register_buffer("second_stage", torch.tensor(False))
+
+    def after_epoch(self, done):
+        cfg, model, ema = self.run.cfg, self.run.model, self.run.ema.model
+        if self.second_stage or done < cfg.iters - cfg.crt_iters:
+            return
+        self.second_stage.fill_(True)
+        model.load_state_dict(ema.state_dict())      # the averaged network is the better one
+        start = np.sqrt(2 / sum(model.classifier.weight.shape))                # Xavier's std
+        fresh = data.rng(cfg.seed, "cRT").normal(0, start, model.classifier.weight.shape)
+        with torch.no_grad():
+            for classifier in (model.classifier, ema.classifier):
+                classifier.weight.copy_(torch.from_numpy(fresh))
+                classifier.bias.zero_()
+        self.run.optimizer.state.clear()
+        self.freeze()
+
+    def freeze(self):
+        self.run.model.requires_grad_(False).eval()  # eval: BatchNorm's statistics are frozen too
+        self.run.model.classifier.requires_grad_(True)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if self.second_stage:
+            self.freeze()
+
+    def supervised_loss(self, logits, target, step):
+        return F.cross_entropy(logits, target, self.weights if self.second_stage else None)

@@ -1,0 +1,219 @@
+"""The comparison methods under the protocol of the two tutorials: one loop, --base and --method.
+
+    python -m baselines.train --base supervised --method ldam --dataset cifar10
+    python -m baselines.train --base fixmatch --method none    = train_fixmatch.py --method none
+    python -m baselines.train --base B --method M --help       the flags of B and M
+
+The methods are strangers to this loop: it calls what `Method` (baselines/__init__.py) offers, in
+the order labeled, refine, supervised_loss, extra_loss, after_epoch, predict, and a method overrides
+the calls it needs. L2AC itself is in the tutorials; read those first.
+"""
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+import common
+import data
+import evaluate
+import models
+import train_fixmatch
+import train_mixmatch
+from augment import Normalise, strong, weak
+from baselines import Method, supervised
+from train_fixmatch import fixmatch_losses
+from train_mixmatch import draw_mix, mixmatch_losses, mixup, sharpen
+
+SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervised.UpperBound,
+              "resampling": supervised.Resampling, "ldam": supervised.LDAM, "crt": supervised.CRT}
+SEMI_SUPERVISED = {"none": Method}
+METHODS = {"supervised": SUPERVISED, "pseudolabel": {"none": Method},
+           "fixmatch": SEMI_SUPERVISED, "mixmatch": SEMI_SUPERVISED}
+
+
+def pseudolabel_flags(p):
+    g = p.add_argument_group("pseudo-labels")
+    g.add_argument("--tau", type=common.number(float, 0, 1), default=0.95,
+                   help="confidence from which a pseudo-label counts (default: 0.95)")
+    g.add_argument("--lambda_u", type=common.number(float, 0), default=1.0,
+                   help="weight of the unlabeled loss after its ramp (default: 1)")
+
+
+BASE_FLAGS = {"supervised": lambda p: None, "pseudolabel": pseudolabel_flags,
+              "fixmatch": train_fixmatch.flags, "mixmatch": train_mixmatch.flags}
+
+
+def config(argv=None):
+    """The flags depend on base and method, so these two are read first."""
+    p = common.parser(__doc__, models.network)
+    add = p.add_argument_group("baselines").add_argument
+    add("--base", choices=tuple(METHODS), default="fixmatch", help="(default: fixmatch)")
+    add("--method", default="none",
+        help="; ".join(f"{base}: {', '.join(methods)}" for base, methods in METHODS.items()))
+    words = sys.argv[1:] if argv is None else argv
+    chosen, _ = p.parse_known_args([word for word in words if word not in ("-h", "--help")])
+    if chosen.method not in METHODS[chosen.base]:
+        p.error(f"--method {chosen.method} is not one of --base {chosen.base}, which has "
+                f"{', '.join(METHODS[chosen.base])}")
+    method = METHODS[chosen.base][chosen.method]
+    BASE_FLAGS[chosen.base](p)
+    method.flags(p)
+    cfg = common.resolve(p.parse_args(argv), chosen.base)
+    method.check(cfg)
+    return cfg, method
+
+
+def main(argv=None):
+    # ------------------------------------------------------------------------------- setup, data
+    cfg, method_class = config(argv)
+    device = common.pick_device(cfg)
+    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
+    index_l, index_u = data.split(dataset, cfg)
+    normalise = Normalise(dataset.mean, dataset.std, device)
+    stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
+    stream_u = data.IndexStream(index_u, cfg.batch_size, cfg.seed, "unlabeled")
+
+    # -------------------------------------------------------------------------- model, optimizer
+    torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
+    K = dataset.num_classes
+    model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
+    method_class.heads(model)
+    model = model.to(device, memory_format=torch.channels_last)
+    ema = common.EMA(model, cfg.ema)
+    optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
+    decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
+    features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
+    counts = torch.bincount(torch.from_numpy(dataset.labels[index_l]), minlength=K)
+    method = method_class(SimpleNamespace(
+        cfg=cfg, device=device, dataset=dataset, index_l=index_l, index_u=index_u,
+        stream_l=stream_l, counts=counts.double(), normalise=normalise, model=model, ema=ema,
+        optimizer=optimizer, features=features)).to(device)
+
+    # ------------------------------------------------------------------------------------ resume
+    folder, checkpoint = common.open_run(cfg)
+    tally = common.Tally(device)
+    parts = {"model": model, "ema": ema.model, "optimizer": optimizer, "tally": tally,
+             "method": method}
+    start, seconds, history = common.restore(checkpoint, parts, cfg)
+    if checkpoint:
+        common.write_log(folder, history)                     # cuts off later rows
+
+    def save(step):
+        watch.check(step, model, ema.model, method)           # a checkpoint is always a good one
+        common.save_checkpoint(folder, parts, step=step, seconds=progress.seconds, history=history,
+                               config=vars(cfg))
+
+    # -------------------------------------------------------------------------------------- loop
+    def view(x, purpose, step):
+        return weak(x, data.rng(cfg.seed, purpose, step), normalise)
+
+    common.print_start(cfg, dataset, index_l, index_u, model, device)
+    progress = common.Progress(start, cfg.iters, seconds)
+    watch = common.Watch()
+    for step in range(start, cfg.iters):
+        # 1) Batches: pure functions of (seed, step).
+        x_l, y_l = dataset.take(*method.labeled(step))        # (B, 3, H, W), (B,)
+        x_l = view(x_l, "labeled view", step)
+        if cfg.base == "supervised":
+            x_u = z_u = None
+            y_u, mask, true_u = torch.zeros(3, 0, device=device)               # of no image
+        else:
+            index_b = stream_u.batch(step)
+            x_u, true_u = dataset.take(index_b)               # (U, 3, H, W), (U,) for the log only
+            x_w = view(x_u, "weak view", step)
+
+        # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, loss_u.
+        #    Passes that only guess labels leave BatchNorm's running statistics alone.
+        if cfg.base == "supervised":
+            z, target, loss_u, lambda_u = features(x_l), y_l, torch.zeros((), device=device), 0
+            logits = model.classifier(z)                      # (B, K)
+
+        elif cfg.base == "pseudolabel":                       # Lee 2013: its own view's argmax
+            z = features(torch.cat([x_l, x_w]))               # (B+U, D)
+            logits, target = model.classifier(z), y_l         # (B+U, K)
+            z_u = z[len(y_l):].detach()
+            p = method.refine(logits[len(y_l):].detach().softmax(1), z_u, index_b, step)
+            confidence, y_u = p.max(1)                        # (U,), (U,)
+            mask = (confidence >= cfg.tau).float()
+            _, loss_u = fixmatch_losses(logits, y_l, y_u, mask)
+            lambda_u = cfg.lambda_u * min(1, step / (0.4 * cfg.iters))
+
+        elif cfg.base == "fixmatch":
+            x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0),          # (SU, 3, H, W)
+                         data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m)
+            with torch.no_grad(), models.frozen_bn_stats(model):
+                z_u = features(x_w)                           # (U, D)
+                p = method.refine(model.classifier(z_u).softmax(1), z_u, index_b, step)
+                confidence, y_u = p.max(1)                    # (U,), (U,)
+                mask = (confidence >= cfg.tau).float()
+            z = features(torch.cat([x_l, x_s]))               # (B+SU, D)
+            logits, target = model.classifier(z), y_l         # (B+SU, K)
+            _, loss_u = fixmatch_losses(logits, y_l, y_u, mask)
+            lambda_u = cfg.lambda_u
+
+        else:                                                 # MixMatch
+            x_v = view(x_u, "second weak view", step)
+            with torch.no_grad(), models.frozen_bn_stats(model):
+                z_u, z_v = features(x_w), features(x_v)       # (U, D) each
+                guess = sum(model.classifier(z).softmax(1) for z in (z_u, z_v)) / 2
+                q_u = method.refine(sharpen(guess, cfg.temperature), z_u, index_b, step)
+            y_u, mask = q_u.argmax(1), torch.ones(len(q_u), device=device)    # every guess counts
+            x, q = mixup(torch.cat([x_l, x_w, x_v]),          # (B+2U, 3, H, W), (B+2U, K)
+                         torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
+                         *draw_mix(cfg, step, len(y_l) + 2 * len(q_u), device))
+            z = features(x)                                   # (B+2U, D)
+            logits, target = model.classifier(z), q[:len(y_l)]                 # (B+2U, K), (B, K)
+            _, loss_u = mixmatch_losses(logits, q, len(y_l))
+            lambda_u = cfg.lambda_u * step / cfg.iters
+
+        # 3) One step.
+        loss_x = method.supervised_loss(logits[:len(y_l)], target, step)
+        loss = loss_x + lambda_u * loss_u + method.extra_loss(x_l, y_l, x_u, z_u, z, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # 4) EMA first, then the live weights shrink: the order of the protocol. A method that
+        #    freezes the network (eval mode) does not want it shrunk either.
+        ema.update()
+        if model.training:
+            with torch.no_grad():
+                torch._foreach_mul_(decayed, 1 - cfg.lr * cfg.weight_decay)
+
+        # 5) Bookkeeping, without reading anything back from the device.
+        zero = torch.zeros((), device=device)
+        tally.add(loss_x, loss_u, y_u, mask, true_u, zero, zero, False)
+        watch.see(step, torch.stack([loss_x, loss_u, loss]).detach())
+        done = step + 1
+        if progress.due():
+            progress.show(done, tally.averages())
+
+        # 6) Evaluate what the method predicts with the EMA; save.
+        due = done % cfg.eval_every == 0
+        if due or done == cfg.iters:
+            progress.pause()
+            result = evaluate.on_test_set(partial(method.predict, ema.model), dataset, normalise)
+            history.append({"iter": done} | tally.averages() | evaluate.columns(result)
+                           | {"it_per_s": (done - start) / (progress.seconds - seconds)})
+            tally.reset()
+            method.after_epoch(done)
+            save(done)
+            common.write_log(folder, history)
+            progress.row(history[-1])
+            progress.begin()
+        elif common.interrupt.wished:
+            progress.pause()
+            save(done)
+        if common.interrupt.wished and done < cfg.iters:
+            print(f"\nstopped after iteration {done}; the same command with --resume goes on")
+            return 130
+
+    common.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
+                  progress.seconds, device)
+
+
+if __name__ == "__main__":
+    common.interrupt.listen()
+    common.exit_cleanly(main, data.DataError)
