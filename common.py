@@ -317,8 +317,9 @@ def write_json(path, content):
 
 def write_log(folder, history):
     """log.csv from all evaluations so far; on resume this also cuts off later rows."""
-    lines = [",".join(history[0])] if history else []
-    lines += [",".join(f"{v:.6g}" for v in row.values()) for row in history]
+    names = list(history[-1]) if history else []     # older rows may lack a column
+    lines = [",".join(names)] if history else []
+    lines += [",".join(f"{row.get(name, math.nan):.6g}" for name in names) for row in history]
     write(folder / "log.csv", lambda file: file.write("".join(f"{x}\n" for x in lines).encode()))
 
 
@@ -403,8 +404,8 @@ class Progress:
         print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
 
     def row(self, row):
-        """`row` is the newest line of log.csv; the recalls of single classes stay in the file."""
-        shown = {k: v for k, v in row.items() if not k.startswith("recall")}
+        """`row` is the newest line of log.csv; what it says of single classes stays in the file."""
+        shown = {k: v for k, v in row.items() if not k.startswith(("recall_", "bias_"))}
         if self.rows % 20 == 0:
             self.line("".join(f"{k:>11}" for k in shown))
         self.rows += 1

@@ -1,10 +1,16 @@
-"""Numbers from predictions: recall per class, bACC, GM, accuracy, confusion matrix.
+"""Numbers from predictions: recall per class, bACC, GM, accuracy, confusion, pseudo-labels.
 
     python evaluate.py runs/a runs/b         the runs side by side; a folder knows its own data
+    python evaluate.py runs/a_s0 runs/a_s1   seeds of one setting become mean and deviation
+    python evaluate.py runs/a --pseudo       and how good the pseudo-labels are
 
-bACC and GM are the arithmetic and the geometric mean of the recalls. No training, no plots.
+bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
+thirds of the classes, ordered by the number of labeled images. No training, no plots.
 """
-from functools import partial
+import csv
+import math
+import re
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +18,23 @@ import torch
 
 
 @torch.no_grad()
-def confusion_matrix(predict, images, labels, num_classes, normalise, batch_size=500):
-    """(K, K) counts, row = true class, column = predicted. images (T, 3, H, W) uint8.
+def scores_of(predict, images, normalise, batch_size=500):
+    """(T, K) scores of images (T, 3, H, W) uint8.
 
     predict: (N, 3, H, W) -> scores (N, K), e.g. a model in eval mode.
     """
-    predicted = torch.cat([predict(normalise(x)).argmax(1) for x in images.split(batch_size)])
+    return torch.cat([predict(normalise(x)) for x in images.split(batch_size)])
+
+
+def count(predicted, labels, num_classes):
+    """(K, K) counts, row = true class, column = predicted, from predicted (T,) and labels (T,)."""
     cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes ** 2)
     return cells.reshape(num_classes, num_classes)
+
+
+def confusion_matrix(predict, images, labels, num_classes, normalise, batch_size=500):
+    scores = scores_of(predict, images, normalise, batch_size)
+    return count(scores.argmax(1), labels, num_classes)
 
 
 def metrics(confusion):
@@ -37,16 +52,35 @@ def metrics(confusion):
             "recall": (100 * recall).tolist()}
 
 
-def on_test_set(predict, dataset, normalise):
-    """`metrics` of a model on the test images of a data.Dataset."""
-    return metrics(confusion_matrix(predict, dataset.test_images, dataset.test_labels,
-                                    dataset.num_classes, normalise))
+@torch.no_grad()
+def bias_added(attractor, logits, labels):
+    """(K, K): what the attractor adds, on average over images of class `row`, to logit `column`.
+
+    Less its mean over the K logits: a constant added to all of them changes no probability.
+    """
+    delta = attractor(logits)                                                  # (T, K)
+    delta = delta - delta.mean(1, keepdim=True)
+    return torch.stack([delta[labels == k].mean(0) for k in range(delta.shape[1])])
+
+
+def on_test_set(predict, dataset, normalise, attractor=None):
+    """`metrics` of a model on the test images of a data.Dataset.
+
+    With an attractor also `bias` [K]: what it adds to the logit of the right answer, by class.
+    """
+    scores = scores_of(predict, dataset.test_images, normalise)                # (T, K)
+    labels = dataset.test_labels
+    result = metrics(count(scores.argmax(1), labels, dataset.num_classes))
+    if attractor is not None:
+        result["bias"] = bias_added(attractor, scores, labels).diagonal().tolist()
+    return result
 
 
 def columns(result):
-    """`metrics` as flat columns of log.csv."""
+    """`on_test_set` as flat columns of log.csv."""
     return ({key: result[key] for key in ("bacc", "gm", "acc")}
-            | {f"recall_{k}": r for k, r in enumerate(result["recall"])})
+            | {f"{key}_{k}": value for key in ("recall", "bias")
+               for k, value in enumerate(result.get(key, []))})
 
 
 def mean_of_last(history, n=20):
@@ -61,14 +95,50 @@ def mean_of_last(history, n=20):
     return {key: mean[key] for key in ("bacc", "gm", "acc")} | {"recall": recall}
 
 
+def thirds(recall, counts):
+    """Mean recall of the classes with the most, the fewest and the middling labeled images.
+
+    recall, counts [K]. Head and tail have K/3 classes, rounded; the middle has the rest. Ties go
+    by class number. A class without a test image is left out.
+    """
+    order, n = sorted(range(len(counts)), key=lambda k: -counts[k]), round(len(counts) / 3)
+    parts = {"head": order[:n], "middle": order[n:-n], "tail": order[-n:]}
+    return {name: mean([recall[k] for k in part if not math.isnan(recall[k])])
+            for name, part in parts.items()}
+
+
+def pseudo_labels(scores, labels, tau):
+    """How good the guesses are that scores (U, K) make of images whose true labels (U,) we know.
+
+    In percent: `acc`, `recall` and `precision` of all guesses, `kept` (as sure as tau) of all
+    images and `kept_of` each true class, `acc_kept` and `precision_kept` of those that are kept.
+    """
+    confidence, guess = scores.softmax(1).max(1)                               # (U,), (U,)
+    kept, num_classes = confidence >= tau, scores.shape[1]
+    every, sure = (count(guess[i], labels[i], num_classes).cpu().double()      # (K, K) each
+                   for i in (torch.ones_like(kept), kept))
+    shares = {"acc": every.diagonal().sum() / every.sum(), "kept": sure.sum() / every.sum(),
+              "acc_kept": sure.diagonal().sum() / sure.sum(),
+              "recall": every.diagonal() / every.sum(1),
+              "precision": every.diagonal() / every.sum(0), "kept_of": sure.sum(1) / every.sum(1),
+              "precision_kept": sure.diagonal() / sure.sum(0),
+              "confusion": every / every.sum(1, keepdim=True)}
+    return {key: (100 * share).tolist() for key, share in shares.items()}
+
+
 # ---------------------------------------------------------------------------------------------
 # finished runs; the siblings are imported here, so that the numbers above need torch alone
 
 
-def load_run(folder, device="cpu"):
-    """(config, dataset, what predicts, history) of a run folder."""
-    import common
+@lru_cache(2)                                        # runs side by side mostly share their data
+def load_data(name, data_dir, image_size):
     import data
+    return data.load(name, data_dir, image_size)
+
+
+def load_run(folder, device="cpu"):
+    """The Run of a folder that a training script wrote."""
+    import common
     import models
     folder = Path(folder)
     checkpoint = common.load_checkpoint(folder)
@@ -76,7 +146,7 @@ def load_run(folder, device="cpu"):
         raise common.UserError(f"{folder} holds no run (there is no last.pt); name a folder that "
                                f"a training script wrote")
     cfg = SimpleNamespace(**checkpoint["config"])
-    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size)
+    dataset = load_data(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
     model = models.build(cfg.model, dataset.num_classes, cfg.bn_momentum, cfg.wrn_quirk)
     predict = model
     if "method" in checkpoint:                        # a run of baselines/train.py
@@ -86,47 +156,248 @@ def load_run(folder, device="cpu"):
         predict = partial(method.predict, model)
     model.load_state_dict(checkpoint["ema"])
     model.to(device, memory_format=torch.channels_last).eval()
-    return cfg, dataset.to(device), predict, checkpoint["history"]
+    attractor = load_attractor(cfg, checkpoint, dataset.num_classes, device)
+    return Run(folder, cfg, dataset, checkpoint["history"], model, predict, attractor)
 
 
-def judge(folder):
-    """(folder, class names, metrics now, metrics over the last 20 evaluations) of a run folder."""
-    from augment import Normalise
-    cfg, dataset, predict, history = load_run(folder)
-    now = on_test_set(predict, dataset, Normalise(dataset.mean, dataset.std))
-    return str(folder), dataset.names, now, mean_of_last(history) if history else now
+def load_attractor(cfg, checkpoint, num_classes, device):
+    """None where training did not use one."""
+    from attractor import BiasAttractor
+    if cfg.method == "none" or "attractor" not in checkpoint:
+        return None
+    attractor = BiasAttractor(num_classes, cfg.hidden, cfg.attractor_input)
+    attractor.load_state_dict(checkpoint["attractor"])
+    return attractor.to(device)
 
 
-def table(judged):
-    """Lines of text: a column per run, the reported means first, then the last checkpoint."""
-    names = judged[0][1]
-    titles = [Path(folder).name for folder, *_ in judged]
-    rows = [("", titles)]
-    for heading, i in (("mean of the last 20 evaluations", 3), ("last checkpoint", 2)):
-        rows.append((heading, [""] * len(judged)))
-        rows += [(f"  {label}", [f"{run[i][key]:.2f}" for run in judged])
-                 for label, key in (("bACC", "bacc"), ("GM", "gm"), ("accuracy", "acc"))]
-        rows += [(f"  recall {name}", [f"{run[i]['recall'][k]:.1f}" for run in judged])
-                 for k, name in enumerate(names)]
-    width = [max(len(title), 8) + 2 for title in titles]
-    return [f"{label:<32}" + "".join(f"{c:>{w}}" for c, w in zip(cells, width))
-            for label, cells in rows]
+class Run:
+    """A run as its last checkpoint left it; what takes a pass over images is computed once."""
+
+    def __init__(self, folder, cfg, dataset, history, model, predict, attractor):
+        self.folder, self.cfg, self.dataset, self.history = folder, cfg, dataset, history
+        self.model, self.predict, self.attractor = model, predict, attractor   # model: the EMA
+
+    @cached_property
+    def split(self):
+        import data
+        return data.split(self.dataset, self.cfg)     # indices of labeled, of unlabeled images
+
+    def counts(self, index):
+        """Images per class [K] among those with this index."""
+        return [int((self.dataset.labels[index] == k).sum())
+                for k in range(self.dataset.num_classes)]
+
+    @cached_property
+    def normalise(self):
+        from augment import Normalise
+        return Normalise(self.dataset.mean, self.dataset.std, self.dataset.images.device)
+
+    @cached_property
+    def test_scores(self):
+        return scores_of(self.predict, self.dataset.test_images, self.normalise)      # (T, K)
+
+    @cached_property
+    def last(self):
+        """The last checkpoint on the test set; shares of classes in percent."""
+        confusion = count(self.test_scores.argmax(1), self.dataset.test_labels,
+                          self.dataset.num_classes)
+        result = metrics(confusion)
+        return result | thirds(result["recall"], self.counts(self.split[0])) | {
+            "predicted": (100 * self.test_scores.softmax(1).mean(0)).tolist(),        # [K]
+            "confusion": (100 * confusion / confusion.sum(1, keepdim=True)).tolist()}  # [K][K]
+
+    @cached_property
+    def reported(self):
+        """The mean of the last 20 evaluations: the number that stands in tables."""
+        if not self.history:
+            return self.last
+        result = mean_of_last(self.history)
+        return result | thirds(result["recall"], self.counts(self.split[0]))
+
+    @cached_property
+    def pseudo(self):
+        """`pseudo_labels` that the EMA model gives the unlabeled images, seen without augmentation.
+
+        It is the model that is reported, and its guess does not depend on a draw or on neighbours
+        in a batch. What the live model guessed from weak views while training is in log.csv.
+        """
+        import common
+        index, labels = self.split[1], self.dataset.labels[self.split[1]]
+        if not (labels >= 0).any():
+            raise common.UserError(f"the true labels of the unlabeled images of {self.folder} are "
+                                   f"not known, so nothing can be said of their pseudo-labels")
+        x, y = self.dataset.take(index[labels >= 0])
+        scores = scores_of(self.predict, x, self.normalise)                           # (U, K)
+        return pseudo_labels(scores, y, getattr(self.cfg, "tau", 0))  # MixMatch: every guess counts
+
+    def numbers(self, pseudo=False):
+        return ({"mean_of_last_20": self.reported, "last": self.last}
+                | ({"pseudo": self.pseudo} if pseudo else {}))
+
+
+# ---------------------------------------------------------------------------------------------
+# seeds of one setting, tables
+
+
+def mean(values):
+    return sum(values) / len(values) if values else math.nan
+
+
+def deviation(values):
+    """The sample standard deviation."""
+    centre = mean(values)
+    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
+
+
+def fold(items, statistic):
+    """Equally nested dicts and lists -> one of them, with a statistic in place of the numbers."""
+    if isinstance(items[0], dict):
+        return {key: fold([item[key] for item in items], statistic) for key in items[0]}
+    if isinstance(items[0], list):
+        return [fold(cells, statistic) for cells in zip(*items)]
+    return statistic(items)
+
+
+class Group:
+    """Runs that differ in nothing but the seed."""
+
+    def __init__(self, runs):
+        self.runs, first = runs, runs[0].folder
+        seeds = ",".join(str(run.cfg.seed) for run in runs)
+        ending = re.compile(r"_s\d+$")
+        self.path = first if len(runs) == 1 else first.with_name(
+            ending.sub(f"_s{seeds}", first.name) if ending.search(first.name)
+            else f"{first.name} (seeds {seeds})")
+
+    def mean(self, part):
+        """part: a function of a Run that gives nested numbers."""
+        return fold([part(run) for run in self.runs], mean)
+
+    def deviation(self, part):
+        """None where there is one seed only."""
+        return fold([part(run) for run in self.runs], deviation) if len(self.runs) > 1 else None
+
+
+def grouped(runs):
+    """Groups in the order of their first run. The same seed twice is not folded."""
+    import common
+    free = set(common.FREE) - {"iters"} | {"seed"}
+    groups = {}
+    for run in runs:
+        setting = tuple(sorted((k, str(float(v)) if type(v) is int else str(v))
+                               for k, v in vars(run.cfg).items() if k not in free))
+        copy = 0
+        while run.cfg.seed in [r.cfg.seed for r in groups.get((setting, copy), [])]:
+            copy += 1
+        groups.setdefault((setting, copy), []).append(run)
+    return [Group(members) for members in groups.values()]
+
+
+def load_groups(folders):
+    import common
+    runs = [load_run(folder) for folder in folders]
+    if len({tuple(run.dataset.names) for run in runs}) > 1:
+        raise common.UserError("the runs have different classes and cannot stand side by side; "
+                               "name those of one dataset at a time")
+    return grouped(runs)
+
+
+SECTIONS = {"mean_of_last_20": "mean of the last 20 evaluations", "last": "last checkpoint",
+            "pseudo": "pseudo-labels, last checkpoint"}
+MEASURES = {"bacc": "bACC", "gm": "GM", "acc": "accuracy", "head": "recall of the head",
+            "middle": "recall of the middle", "tail": "recall of the tail", "kept": "kept by tau",
+            "acc_kept": "accuracy of the kept", "recall": "recall", "precision": "precision",
+            "kept_of": "kept of", "precision_kept": "precision, kept"}
+
+
+def rows_of(numbers, names):
+    """Run.numbers -> {(section, measure): number}: the rows of every table."""
+    rows = {}
+    for section, heading in SECTIONS.items():
+        for key, label in MEASURES.items():
+            value = numbers.get(section, {}).get(key)
+            if isinstance(value, list):
+                rows |= {(heading, f"{label} {name}"): v for name, v in zip(names, value)}
+            elif value is not None:
+                rows[heading, label] = value
+    return rows
+
+
+def cell(value, spread):
+    if math.isnan(value):                             # e.g. the precision of a class never guessed
+        return "-"
+    return f"{value:.2f}" if spread is None else f"{value:.2f} ± {spread:.2f}"
+
+
+def table(groups, part, names, markdown=False):
+    """Lines of text: a column per group, a row per measure, sections below one another."""
+    means = [rows_of(group.mean(part), names) for group in groups]
+    spreads = [rows_of(group.deviation(part) or {}, names) for group in groups]
+    rows, section = [["", *(group.path.name for group in groups)]], None
+    for row in means[0]:
+        if row[0] != section:
+            section = row[0]
+            rows.append([section, *[""] * len(groups)])
+        rows.append([f"  {row[1]}", *(cell(m[row], s.get(row)) for m, s in zip(means, spreads))])
+    if markdown:
+        rule = "|---|" + "--:|" * len(groups)
+        lines = ["| " + " | ".join(c.strip() for c in row) + " |" for row in rows]
+        return [lines[0], rule, *lines[1:]]
+    width = [max(len(row[i]) for row in rows) + 2 for i in range(1, len(rows[0]))]
+    return [f"{row[0]:<33}" + "".join(f"{c:>{w}}" for c, w in zip(row[1:], width)) for row in rows]
+
+
+def confusion_lines(group, names):
+    """Lines of text: of each true class, how many percent are called what."""
+    short = [name[:6] for name in names]
+    lines = ["", f"{group.path.name}: percent of a true class (row) that is called (column)"]
+    lines.append(" " * 12 + "".join(f"{name:>7}" for name in short))
+    for name, row in zip(names, group.mean(lambda run: run.pseudo)["confusion"]):
+        lines.append(f"{name[:12]:<12}" + "".join(f"{value:7.1f}" for value in row))
+    return lines
+
+
+def write_csv(path, groups, part, names):
+    """The rows of the table; a column per group, and one for its deviation where it has one."""
+    columns = {"section": {}, "measure": {}}
+    for group in groups:
+        columns[group.path.name] = rows_of(group.mean(part), names)
+        if len(group.runs) > 1:
+            columns[f"{group.path.name} std"] = rows_of(group.deviation(part), names)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for row in rows_of(groups[0].mean(part), names):
+            writer.writerow([*row, *(f"{c[row]:.6g}" for c in list(columns.values())[2:])])
+
+
+def as_dict(groups, part, names):
+    return {str(group.path): {"runs": [str(run.folder) for run in group.runs], "classes": names}
+            | group.mean(part) | ({"std": group.deviation(part)} if len(group.runs) > 1 else {})
+            for group in groups}
 
 
 def main(argv=None):
     import common
     p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("runs", nargs="+", help="run folders")
-    p.add_argument("--json", action="store_true", help="the numbers as JSON instead of a table")
+    add = p.add_argument
+    add("runs", nargs="+", help="run folders; seeds of one setting are folded into one column")
+    add("--pseudo", action="store_true", help="also judge the pseudo-labels of the unlabeled set, "
+        "made by the EMA model from images without augmentation (needs their true labels)")
+    add("--json", action="store_true", help="the numbers as JSON instead of a table")
+    add("--markdown", action="store_true", help="the table in Markdown")
+    add("--csv", metavar="FILE", help="write the table to a file as well")
     args = p.parse_args(argv)
-    judged = [judge(folder) for folder in args.runs]
-    if len({tuple(names) for _, names, *_ in judged}) > 1:
-        p.error("the runs have different classes and cannot stand in one table; name them apart")
+    groups, part = load_groups(args.runs), lambda run: run.numbers(args.pseudo)
+    names = groups[0].runs[0].dataset.names
+    if args.csv:
+        write_csv(args.csv, groups, part, names)
     if args.json:
-        print(common.to_json({folder: {"classes": names, "last": now, "mean_of_last_20": mean}
-                              for folder, names, now, mean in judged}))
+        print(common.to_json(as_dict(groups, part, names)))
     else:
-        print("\n".join(table(judged)))
+        print("\n".join(table(groups, part, names, args.markdown)))
+    if args.pseudo and not (args.json or args.markdown):
+        print("\n".join(line for group in groups for line in confusion_lines(group, names)))
 
 
 if __name__ == "__main__":

@@ -229,7 +229,8 @@ def main(argv=None):
         due = done % cfg.eval_every == 0
         if due or done == cfg.iters:
             progress.pause()
-            result = evaluate.on_test_set(ema.model, dataset, normalise)
+            result = evaluate.on_test_set(ema.model, dataset, normalise,
+                                          attractor if cfg.method != "none" else None)
             history.append({"iter": done} | tally.averages() | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
             if due:                 # a last row off the grid is dropped if the run is made longer
