@@ -1,0 +1,180 @@
+"""What the figures share: names and colours of methods, panels by data setting, bars, heat maps.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; a method has the same one in
+every figure. Classes run from head to tail, dark to light. No runs are read here, no figure is made.
+"""
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")                                # files only, no window
+from matplotlib import patheffects, pyplot as plt   # noqa: E402  (the line above comes first)
+
+BLUE, VERMILLION, SKY, ORANGE, GREEN, PURPLE, YELLOW, GREY, BLACK = (
+    "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#8C8C8C", "#000000")
+BOUNDS = {"lower_bound": ("Lower bound", GREY), "vanilla": ("Lower bound", GREY),
+          "upper_bound": ("Upper bound", BLACK)}
+BASES = {"fixmatch": ("FixMatch", BLUE), "mixmatch": ("MixMatch", SKY),
+         "pseudolabel": ("Pseudo-labels", YELLOW)}
+OTHERS = {"attractor": "Attractor, trained jointly", "single_level": "One level",
+          "resampling": "Re-sampling", "ldam": "LDAM-DRW", "crt": "cRT", "full_unroll": "Full unroll",
+          "darp": "DARP", "crest": "CReST", "crest+": "CReST+", "abc": "ABC", "sar": "SaR",
+          "daso": "DASO"}
+CYCLE = [PURPLE, GREEN, YELLOW, SKY, ORANGE]
+HATCHES, DASHES = ["", "///", "..."], ["-", "--", ":"]
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+         "axes.titlesize": 10, "figure.dpi": 150, "savefig.dpi": 150, "figure.constrained_layout.use": True,
+         "svg.hashsalt": "nanoL2AC"}
+WIDTH = 9                                            # inches; 1350 pixels, shown at about 900
+
+
+# ---------------------------------------------------------------------------------------------
+# what a group of runs looks like
+
+
+class Look(NamedTuple):
+    name: str
+    colour: str
+    turn: int            # 0, 1, 2: hatch of bars and dash of lines, where a colour comes up again
+
+
+def look_of_method(base, method):
+    """(name, colour) of a method."""
+    if base == "supervised" and method in BOUNDS:
+        return BOUNDS[method]
+    if method == "none":
+        return BASES[base]
+    if method == "l2ac":
+        return ("L2AC on MixMatch", ORANGE) if base == "mixmatch" else ("L2AC", VERMILLION)
+    name = OTHERS.get(method, method)
+    place = list(OTHERS).index(method) if method in OTHERS else 0
+    return name + (" on MixMatch" if base == "mixmatch" else ""), CYCLE[place % len(CYCLE)]
+
+
+def looks(groups):
+    """A Look per group. Where names alone are ambiguous, the folder's name is added."""
+    known = [look_of_method(g.runs[0].cfg.base, g.runs[0].cfg.method) for g in groups]
+    names, colours = [n for n, _ in known], [c for _, c in known]
+    return [Look(name if names.count(name) == 1 else f"{name} ({group.path.name})", colour,
+                 colours[:i].count(colour) % 3)
+            for i, (group, (name, colour)) in enumerate(zip(groups, known))]
+
+
+class Setting(NamedTuple):
+    """How the data of a run is distributed."""
+    labeled: tuple
+    unlabeled: tuple
+
+    def title(self):
+        (n1, gamma_l, imbalance), (m1, gamma_u, reverse) = self
+        if gamma_l is None:
+            return "data as it is"
+        return (("step, " if imbalance == "step" else "")
+                + rf"$\gamma_l={gamma_l:g},\ \gamma_u={gamma_u:g}$" + (" reversed" if reverse else ""))
+
+
+def setting_of(group):
+    cfg = group.runs[0].cfg
+    return Setting((cfg.n1, cfg.gamma_l, cfg.imbalance), (cfg.m1, cfg.gamma_u, cfg.reverse_u))
+
+
+def is_bound(group):
+    cfg = group.runs[0].cfg
+    return cfg.base == "supervised" and cfg.method in BOUNDS
+
+
+def by_setting(groups):
+    """{setting: groups}. What learns from labels alone belongs to every setting with these labels."""
+    panels, labels_only = {}, []
+    for group in groups:
+        cfg = group.runs[0].cfg
+        if cfg.base == "supervised" and cfg.method != "upper_bound":
+            labels_only.append(group)
+        else:
+            panels.setdefault(setting_of(group), []).append(group)
+    for group in labels_only:
+        own = setting_of(group)
+        homes = [s for s in panels if s.labeled == own.labeled and s != own] + [own]
+        for setting in homes if panels.keys() - {own} else [own]:
+            if setting in panels or len(homes) == 1:
+                panels.setdefault(setting, []).append(group)
+    return panels
+
+
+# ---------------------------------------------------------------------------------------------
+# panels, bars, heat maps
+
+
+def panels(n, height, across=2, **kwargs):
+    """A figure of n panels, `across` in a row at most, each `height` inches high."""
+    columns = min(n, across)
+    rows = -(-n // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, height * rows), squeeze=False, **kwargs)
+    for ax in axes.flat[n:]:
+        ax.set_axis_off()
+    return figure, list(axes.flat[:n])
+
+
+def name_classes(ax, names, below=None):
+    """Class names on the x axis, with a number below each; of many classes only some."""
+    step = -(-len(names) // 25)
+    labels = names if below is None else [f"{name}\n{n}" for name, n in zip(names, below)]
+    slanted = ax.get_figure().get_figwidth() / len(ax.get_figure().axes) < 8 or len(names) > 12
+    ax.set_xticks(range(0, len(names), step), labels[::step],
+                  **(dict(rotation=40, ha="right", rotation_mode="anchor") if slanted else {}))
+
+
+def bars(ax, columns, looks, spreads=None):
+    """Bars side by side: columns [G][K] for G groups, with error bars where there are spreads."""
+    width = 0.84 / len(columns)
+    for i, (values, look) in enumerate(zip(columns, looks)):
+        place = np.arange(len(values)) + (i - (len(columns) - 1) / 2) * width
+        ax.bar(place, values, width, color=look.colour, label=look.name, hatch=HATCHES[look.turn],
+               edgecolor="white", linewidth=0.3, yerr=spreads[i] if spreads else None,
+               error_kw=dict(elinewidth=0.8, ecolor="#333333"))
+
+
+def levels(ax, values, look):
+    """A level line over each class: for bounds, which the bars are to be compared with."""
+    x = np.arange(len(values))
+    lines = ax.hlines(values, x - 0.44, x + 0.44, color=look.colour, linewidth=1.8,
+                      linestyle=(0, (2, 1)) if look.colour == GREY else "-", label=look.name, zorder=3)
+    lines.set_path_effects([patheffects.withStroke(linewidth=3, foreground="white")])
+
+
+def heat(ax, matrix, names, rows=None, cmap="Blues", low=0, high=100, form="{:.0f}"):
+    """A matrix (R, K) with its values in the cells, as long as they can be read."""
+    matrix, rows = np.array(matrix), rows or names
+    ax.imshow(matrix, cmap=cmap, vmin=low, vmax=high, aspect="auto")
+    step = -(-len(names) // 25)
+    ax.set_xticks(range(0, len(names), step), names[::step], rotation=40, ha="right",
+                  rotation_mode="anchor")
+    ax.set_yticks(range(0, len(rows), step), rows[::step])
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    for i, j in np.ndindex(*matrix.shape) if len(names) <= 20 else ():
+        dark = abs(matrix[i, j] - (low + high) / 2 * (low < 0)) > 0.6 * high
+        ax.text(j, i, form.format(matrix[i, j]), ha="center", va="center", fontsize=7.5,
+                color="white" if dark else "black")
+
+
+def course(ax, x, mean, spread, look, name=None, **kwargs):
+    """A curve, with a band of one standard deviation where there are several seeds."""
+    style = dict(color=look.colour, linestyle=DASHES[look.turn]) | kwargs
+    ax.plot(x, mean, label=name or look.name, **style)
+    if spread is not None:
+        ax.fill_between(x, np.subtract(mean, spread), np.add(mean, spread), color=style["color"],
+                        alpha=0.2, linewidth=0)
+
+
+def class_colours(counts):
+    """A colour per class, dark for the most labeled images, light for the fewest. [K] -> (K, 4)"""
+    rank = np.empty(len(counts))
+    rank[np.argsort(-np.asarray(counts), kind="stable")] = np.linspace(0, 0.92, len(counts))
+    return plt.cm.viridis(rank)
+
+
+def outlined(ax, x, y, text, **kwargs):
+    ax.text(x, y, text, path_effects=[patheffects.withStroke(linewidth=2.5, foreground="white")],
+            ha="center", va="center", fontsize=8, fontweight="bold", **kwargs)
