@@ -9,16 +9,12 @@ thirds of the classes, ordered by the number of labeled images. No training, no 
 """
 import csv
 import math
-import re
-from functools import cached_property, lru_cache, partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 
 @torch.no_grad()
-def scores_of(predict, images, normalise, batch_size=500):
+def scores(predict, images, normalise, batch_size=500):
     """(T, K) scores of images (T, 3, H, W) uint8.
 
     predict: (N, 3, H, W) -> scores (N, K), e.g. a model in eval mode.
@@ -26,15 +22,16 @@ def scores_of(predict, images, normalise, batch_size=500):
     return torch.cat([predict(normalise(x)) for x in images.split(batch_size)])
 
 
-def count(predicted, labels, num_classes):
-    """(K, K) counts, row = true class, column = predicted, from predicted (T,) and labels (T,)."""
+def count(labels, predicted, num_classes):
+    """(K, K) counts, row = true class, column = predicted, from labels (T,), predicted (T,)."""
     cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes ** 2)
     return cells.reshape(num_classes, num_classes)
 
 
 def confusion_matrix(predict, images, labels, num_classes, normalise, batch_size=500):
-    scores = scores_of(predict, images, normalise, batch_size)
-    return count(scores.argmax(1), labels, num_classes)
+    """(K, K) counts of the class with the highest score."""
+    predicted = scores(predict, images, normalise, batch_size).argmax(1)
+    return count(labels, predicted, num_classes)
 
 
 def metrics(confusion):
@@ -68,11 +65,10 @@ def on_test_set(predict, dataset, normalise, attractor=None):
 
     With an attractor also `bias` [K]: what it adds to the logit of the right answer, by class.
     """
-    scores = scores_of(predict, dataset.test_images, normalise)                # (T, K)
-    labels = dataset.test_labels
-    result = metrics(count(scores.argmax(1), labels, dataset.num_classes))
+    logits, labels = scores(predict, dataset.test_images, normalise), dataset.test_labels
+    result = metrics(count(labels, logits.argmax(1), dataset.num_classes))
     if attractor is not None:
-        result["bias"] = bias_added(attractor, scores, labels).diagonal().tolist()
+        result["bias"] = bias_added(attractor, logits, labels).diagonal().tolist()
     return result
 
 
@@ -95,6 +91,10 @@ def mean_of_last(history, n=20):
     return {key: mean[key] for key in ("bacc", "gm", "acc")} | {"recall": recall}
 
 
+def mean(values):
+    return sum(values) / len(values) if values else math.nan
+
+
 def thirds(recall, counts):
     """Mean recall of the classes with the most, the fewest and the middling labeled images.
 
@@ -107,15 +107,15 @@ def thirds(recall, counts):
             for name, part in parts.items()}
 
 
-def pseudo_labels(scores, labels, tau):
-    """How good the guesses are that scores (U, K) make of images whose true labels (U,) we know.
+def pseudo_labels(logits, labels, tau):
+    """How good the guesses are that logits (U, K) make of images whose true labels (U,) we know.
 
     In percent: `acc`, `recall` and `precision` of all guesses, `kept` (as sure as tau) of all
     images and `kept_of` each true class, `acc_kept` and `precision_kept` of those that are kept.
     """
-    confidence, guess = scores.softmax(1).max(1)                               # (U,), (U,)
-    kept, num_classes = confidence >= tau, scores.shape[1]
-    every, sure = (count(guess[i], labels[i], num_classes).cpu().double()      # (K, K) each
+    confidence, guess = logits.softmax(1).max(1)                               # (U,), (U,)
+    kept, num_classes = confidence >= tau, logits.shape[1]
+    every, sure = (count(labels[i], guess[i], num_classes).cpu().double()      # (K, K) each
                    for i in (torch.ones_like(kept), kept))
     shares = {"acc": every.diagonal().sum() / every.sum(), "kept": sure.sum() / every.sum(),
               "acc_kept": sure.diagonal().sum() / sure.sum(),
@@ -127,180 +127,7 @@ def pseudo_labels(scores, labels, tau):
 
 
 # ---------------------------------------------------------------------------------------------
-# finished runs; the siblings are imported here, so that the numbers above need torch alone
-
-
-@lru_cache(2)                                        # runs side by side mostly share their data
-def load_data(name, data_dir, image_size):
-    import data
-    return data.load(name, data_dir, image_size)
-
-
-def load_run(folder, device="cpu"):
-    """The Run of a folder that a training script wrote."""
-    import common
-    import models
-    folder = Path(folder)
-    checkpoint = common.load_checkpoint(folder)
-    if checkpoint is None:
-        raise common.UserError(f"{folder} holds no run (there is no last.pt); name a folder that "
-                               f"a training script wrote")
-    cfg = SimpleNamespace(**checkpoint["config"])
-    dataset = load_data(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
-    model = models.build(cfg.model, dataset.num_classes, cfg.bn_momentum, cfg.wrn_quirk)
-    predict = model
-    if "method" in checkpoint:                        # a run of baselines/train.py
-        from baselines.train import METHODS
-        method = METHODS[cfg.base][cfg.method]
-        method.heads(model)
-        predict = partial(method.predict, model)
-    model.load_state_dict(checkpoint["ema"])
-    model.to(device, memory_format=torch.channels_last).eval()
-    attractor = load_attractor(cfg, checkpoint, dataset.num_classes, device)
-    return Run(folder, cfg, dataset, checkpoint["history"], model, predict, attractor)
-
-
-def load_attractor(cfg, checkpoint, num_classes, device):
-    """None where training did not use one."""
-    from attractor import BiasAttractor
-    if cfg.method == "none" or "attractor" not in checkpoint:
-        return None
-    attractor = BiasAttractor(num_classes, cfg.hidden, cfg.attractor_input)
-    attractor.load_state_dict(checkpoint["attractor"])
-    return attractor.to(device)
-
-
-class Run:
-    """A run as its last checkpoint left it; what takes a pass over images is computed once."""
-
-    def __init__(self, folder, cfg, dataset, history, model, predict, attractor):
-        self.folder, self.cfg, self.dataset, self.history = folder, cfg, dataset, history
-        self.model, self.predict, self.attractor = model, predict, attractor   # model: the EMA
-
-    @cached_property
-    def split(self):
-        import data
-        return data.split(self.dataset, self.cfg)     # indices of labeled, of unlabeled images
-
-    def counts(self, index):
-        """Images per class [K] among those with this index."""
-        return [int((self.dataset.labels[index] == k).sum())
-                for k in range(self.dataset.num_classes)]
-
-    @cached_property
-    def normalise(self):
-        from augment import Normalise
-        return Normalise(self.dataset.mean, self.dataset.std, self.dataset.images.device)
-
-    @cached_property
-    def test_scores(self):
-        return scores_of(self.predict, self.dataset.test_images, self.normalise)      # (T, K)
-
-    @cached_property
-    def last(self):
-        """The last checkpoint on the test set; shares of classes in percent."""
-        confusion = count(self.test_scores.argmax(1), self.dataset.test_labels,
-                          self.dataset.num_classes)
-        result = metrics(confusion)
-        return result | thirds(result["recall"], self.counts(self.split[0])) | {
-            "predicted": (100 * self.test_scores.softmax(1).mean(0)).tolist(),        # [K]
-            "confusion": (100 * confusion / confusion.sum(1, keepdim=True)).tolist()}  # [K][K]
-
-    @cached_property
-    def reported(self):
-        """The mean of the last 20 evaluations: the number that stands in tables."""
-        if not self.history:
-            return self.last
-        result = mean_of_last(self.history)
-        return result | thirds(result["recall"], self.counts(self.split[0]))
-
-    @cached_property
-    def pseudo(self):
-        """`pseudo_labels` that the EMA model gives the unlabeled images, seen without augmentation.
-
-        It is the model that is reported, and its guess does not depend on a draw or on neighbours
-        in a batch. What the live model guessed from weak views while training is in log.csv.
-        """
-        import common
-        index, labels = self.split[1], self.dataset.labels[self.split[1]]
-        if not (labels >= 0).any():
-            raise common.UserError(f"the true labels of the unlabeled images of {self.folder} are "
-                                   f"not known, so nothing can be said of their pseudo-labels")
-        x, y = self.dataset.take(index[labels >= 0])
-        scores = scores_of(self.predict, x, self.normalise)                           # (U, K)
-        return pseudo_labels(scores, y, getattr(self.cfg, "tau", 0))  # MixMatch: every guess counts
-
-    def numbers(self, pseudo=False):
-        return ({"mean_of_last_20": self.reported, "last": self.last}
-                | ({"pseudo": self.pseudo} if pseudo else {}))
-
-
-# ---------------------------------------------------------------------------------------------
-# seeds of one setting, tables
-
-
-def mean(values):
-    return sum(values) / len(values) if values else math.nan
-
-
-def deviation(values):
-    """The sample standard deviation."""
-    centre = mean(values)
-    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
-
-
-def fold(items, statistic):
-    """Equally nested dicts and lists -> one of them, with a statistic in place of the numbers."""
-    if isinstance(items[0], dict):
-        return {key: fold([item[key] for item in items], statistic) for key in items[0]}
-    if isinstance(items[0], list):
-        return [fold(cells, statistic) for cells in zip(*items)]
-    return statistic(items)
-
-
-class Group:
-    """Runs that differ in nothing but the seed."""
-
-    def __init__(self, runs):
-        self.runs, first = runs, runs[0].folder
-        seeds = ",".join(str(run.cfg.seed) for run in runs)
-        ending = re.compile(r"_s\d+$")
-        self.path = first if len(runs) == 1 else first.with_name(
-            ending.sub(f"_s{seeds}", first.name) if ending.search(first.name)
-            else f"{first.name} (seeds {seeds})")
-
-    def mean(self, part):
-        """part: a function of a Run that gives nested numbers."""
-        return fold([part(run) for run in self.runs], mean)
-
-    def deviation(self, part):
-        """None where there is one seed only."""
-        return fold([part(run) for run in self.runs], deviation) if len(self.runs) > 1 else None
-
-
-def grouped(runs):
-    """Groups in the order of their first run. The same seed twice is not folded."""
-    import common
-    free = set(common.FREE) - {"iters"} | {"seed"}
-    groups = {}
-    for run in runs:
-        setting = tuple(sorted((k, str(float(v)) if type(v) is int else str(v))
-                               for k, v in vars(run.cfg).items() if k not in free))
-        copy = 0
-        while run.cfg.seed in [r.cfg.seed for r in groups.get((setting, copy), [])]:
-            copy += 1
-        groups.setdefault((setting, copy), []).append(run)
-    return [Group(members) for members in groups.values()]
-
-
-def load_groups(folders):
-    import common
-    runs = [load_run(folder) for folder in folders]
-    if len({tuple(run.dataset.names) for run in runs}) > 1:
-        raise common.UserError("the runs have different classes and cannot stand side by side; "
-                               "name those of one dataset at a time")
-    return grouped(runs)
-
+# tables; finished.py is imported where it is needed, so that the numbers above need torch alone
 
 SECTIONS = {"mean_of_last_20": "mean of the last 20 evaluations", "last": "last checkpoint",
             "pseudo": "pseudo-labels, last checkpoint"}
@@ -379,6 +206,7 @@ def as_dict(groups, part, names):
 
 def main(argv=None):
     import common
+    import finished
     p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("runs", nargs="+", help="run folders; seeds of one setting are folded into one column")
@@ -388,7 +216,7 @@ def main(argv=None):
     add("--markdown", action="store_true", help="the table in Markdown")
     add("--csv", metavar="FILE", help="write the table to a file as well")
     args = p.parse_args(argv)
-    groups, part = load_groups(args.runs), lambda run: run.numbers(args.pseudo)
+    groups, part = finished.load_groups(args.runs), lambda run: run.numbers(args.pseudo)
     names = groups[0].runs[0].dataset.names
     if args.csv:
         write_csv(args.csv, groups, part, names)

@@ -1,8 +1,9 @@
 """What the figures share: names and colours of methods, panels by data setting, bars, heat maps.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; a method has the same one in
-every figure. Classes run from head to tail, dark to light. No runs are read here, no figure is made.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; a method has the same one
+in every figure. Classes run from head to tail, dark to light. No run is read, no figure made here.
 """
+import sys
 from typing import NamedTuple
 
 import matplotlib
@@ -11,21 +12,20 @@ import numpy as np
 matplotlib.use("Agg")                                # files only, no window
 from matplotlib import patheffects, pyplot as plt   # noqa: E402  (the line above comes first)
 
-BLUE, VERMILLION, SKY, ORANGE, GREEN, PURPLE, YELLOW, GREY, BLACK = (
-    "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#8C8C8C", "#000000")
+BLUE, VERMILLION, SKY, ORANGE, GREEN = "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#009E73"
+PURPLE, YELLOW, GREY, BLACK = "#CC79A7", "#F0E442", "#8C8C8C", "#000000"
 BOUNDS = {"lower_bound": ("Lower bound", GREY), "vanilla": ("Lower bound", GREY),
           "upper_bound": ("Upper bound", BLACK)}
 BASES = {"fixmatch": ("FixMatch", BLUE), "mixmatch": ("MixMatch", SKY),
          "pseudolabel": ("Pseudo-labels", YELLOW)}
 OTHERS = {"attractor": "Attractor, trained jointly", "single_level": "One level",
-          "resampling": "Re-sampling", "ldam": "LDAM-DRW", "crt": "cRT", "full_unroll": "Full unroll",
-          "darp": "DARP", "crest": "CReST", "crest+": "CReST+", "abc": "ABC", "sar": "SaR",
-          "daso": "DASO"}
+          "resampling": "Re-sampling", "ldam": "LDAM-DRW", "crt": "cRT", "darp": "DARP",
+          "crest": "CReST", "crest+": "CReST+", "abc": "ABC", "sar": "SaR", "daso": "DASO",
+          "full_unroll": "Full unroll"}
 CYCLE = [PURPLE, GREEN, YELLOW, SKY, ORANGE]
 HATCHES, DASHES = ["", "///", "..."], ["-", "--", ":"]
-STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-         "axes.titlesize": 10, "figure.dpi": 150, "savefig.dpi": 150, "figure.constrained_layout.use": True,
-         "svg.hashsalt": "nanoL2AC"}
+STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
+         "legend.frameon": False, "figure.dpi": 150, "figure.constrained_layout.use": True}
 WIDTH = 9                                            # inches; 1350 pixels, shown at about 900
 
 
@@ -53,12 +53,16 @@ def look_of_method(base, method):
 
 
 def looks(groups):
-    """A Look per group. Where names alone are ambiguous, the folder's name is added."""
+    """A Look per group; a name that comes up again gets the data setting or the folder added."""
     known = [look_of_method(g.runs[0].cfg.base, g.runs[0].cfg.method) for g in groups]
-    names, colours = [n for n, _ in known], [c for _, c in known]
-    return [Look(name if names.count(name) == 1 else f"{name} ({group.path.name})", colour,
-                 colours[:i].count(colour) % 3)
-            for i, (group, (name, colour)) in enumerate(zip(groups, known))]
+    short, colours = [name for name, _ in known], [colour for _, colour in known]
+    long = [f"{name}, {setting_of(g).title()}" for name, g in zip(short, groups)]
+    found = []
+    for i, group in enumerate(groups):
+        full = f"{short[i]} ({group.path.name})"
+        name = next((n[i] for n in (short, long) if n.count(n[i]) == 1), full)
+        found.append(Look(name, colours[i], colours[:i].count(colours[i]) % 3))
+    return found
 
 
 class Setting(NamedTuple):
@@ -70,8 +74,8 @@ class Setting(NamedTuple):
         (n1, gamma_l, imbalance), (m1, gamma_u, reverse) = self
         if gamma_l is None:
             return "data as it is"
-        return (("step, " if imbalance == "step" else "")
-                + rf"$\gamma_l={gamma_l:g},\ \gamma_u={gamma_u:g}$" + (" reversed" if reverse else ""))
+        gammas = rf"$\gamma_l={gamma_l:g},\ \gamma_u={gamma_u:g}$"
+        return ("step, " if imbalance == "step" else "") + gammas + (" reversed" if reverse else "")
 
 
 def setting_of(group):
@@ -85,21 +89,25 @@ def is_bound(group):
 
 
 def by_setting(groups):
-    """{setting: groups}. What learns from labels alone belongs to every setting with these labels."""
-    panels, labels_only = {}, []
-    for group in groups:
+    """{setting: groups}. What learns from labels alone belongs wherever the labels are the same."""
+    def labels_only(group):
         cfg = group.runs[0].cfg
-        if cfg.base == "supervised" and cfg.method != "upper_bound":
-            labels_only.append(group)
-        else:
-            panels.setdefault(setting_of(group), []).append(group)
-    for group in labels_only:
+        return cfg.base == "supervised" and cfg.method != "upper_bound"
+    members = {}
+    for group in sorted(groups, key=labels_only):                   # these last, else in order
         own = setting_of(group)
-        homes = [s for s in panels if s.labeled == own.labeled and s != own] + [own]
-        for setting in homes if panels.keys() - {own} else [own]:
-            if setting in panels or len(homes) == 1:
-                panels.setdefault(setting, []).append(group)
-    return panels
+        homes = [s for s in members if s.labeled == own.labeled] if labels_only(group) else []
+        for setting in homes or [own]:
+            members.setdefault(setting, []).append(group)
+    return members
+
+
+def names_of(groups):
+    return groups[0].runs[0].dataset.names
+
+
+def labeled_counts(group):
+    return group.runs[0].counts(group.runs[0].split[0])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -110,7 +118,8 @@ def panels(n, height, across=2, **kwargs):
     """A figure of n panels, `across` in a row at most, each `height` inches high."""
     columns = min(n, across)
     rows = -(-n // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, height * rows), squeeze=False, **kwargs)
+    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, height * rows), squeeze=False,
+                                **kwargs)
     for ax in axes.flat[n:]:
         ax.set_axis_off()
     return figure, list(axes.flat[:n])
@@ -138,9 +147,9 @@ def bars(ax, columns, looks, spreads=None):
 def levels(ax, values, look):
     """A level line over each class: for bounds, which the bars are to be compared with."""
     x = np.arange(len(values))
-    lines = ax.hlines(values, x - 0.44, x + 0.44, color=look.colour, linewidth=1.8,
-                      linestyle=(0, (2, 1)) if look.colour == GREY else "-", label=look.name, zorder=3)
-    lines.set_path_effects([patheffects.withStroke(linewidth=3, foreground="white")])
+    ax.hlines(values, x - 0.46, x + 0.46, color="white", linewidth=3.5, zorder=3)      # a halo
+    ax.hlines(values, x - 0.46, x + 0.46, color=look.colour, linewidth=1.8, zorder=4,
+              linestyle=(0, (2, 1)) if look.colour == GREY else "-", label=look.name)
 
 
 def heat(ax, matrix, names, rows=None, cmap="Blues", low=0, high=100, form="{:.0f}"):
@@ -178,3 +187,15 @@ def class_colours(counts):
 def outlined(ax, x, y, text, **kwargs):
     ax.text(x, y, text, path_effects=[patheffects.withStroke(linewidth=2.5, foreground="white")],
             ha="center", va="center", fontsize=8, fontweight="bold", **kwargs)
+
+
+def place_legend(ax):
+    """Above the panel, bars before lines."""
+    handles, labels = ax.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda i: not hasattr(handles[i], "patches"))
+    ax.legend([handles[i] for i in order], [labels[i] for i in order], loc="lower left",
+              bbox_to_anchor=(0, 1), ncols=5, borderaxespad=0.2)
+
+
+def say(figure, sentence):
+    print(f"{figure}: {sentence}", file=sys.stderr)

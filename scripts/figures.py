@@ -7,7 +7,6 @@ Every figure is drawn from run folders alone. Seeds of one setting are folded in
 deviation. A figure that lacks something (bounds, true labels, an attractor) says so in a sentence,
 and the others are drawn. The numbers are evaluate.py's.
 """
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +15,12 @@ import torch
 import augment
 import common
 import data
-import evaluate
+import finished
 from common import UserError
-from scripts.drawing import (STYLE, WIDTH, bars, by_setting, class_colours, course, heat, is_bound,
-                             levels, looks, name_classes, outlined, panels, plt, setting_of)
-
-
-def names_of(groups):
-    return groups[0].runs[0].dataset.names
-
-
-def labeled_counts(group):
-    return group.runs[0].counts(group.runs[0].split[0])
+from scripts.drawing import (
+    STYLE, WIDTH, bars, by_setting, class_colours, heat, is_bound, labeled_counts, levels, looks,
+    name_classes, names_of, outlined, panels, place_legend, plt, say, setting_of)
+from scripts.training_figures import attractor, bias, curves, losses, skew, with_attractor
 
 
 # ---------------------------------------------------------------------------------------------
@@ -44,10 +37,11 @@ def distribution(groups):
         ax.bar(x - 0.2, counts[0], 0.4, color="#222222", label="labeled")
         ax.bar(x + 0.2, counts[1], 0.4, color="#B5B5B5", label="unlabeled")
         if not any(counts[1]):
-            say("distribution", f"the classes of the unlabeled images of {run.folder} are not known")
+            say("distribution", f"the true labels of the unlabeled images of {run.folder} are not "
+                                f"known, so only the labeled ones are drawn")
         ax.set_yscale("log")
         ax.set_ylim(bottom=1)
-        ax.set_title(setting.title())
+        ax.set_title(setting.title(), loc="right")
         name_classes(ax, run.dataset.names)
     axes[0].set_ylabel("images (log scale)")
     axes[0].legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
@@ -62,12 +56,14 @@ def views(groups, columns=10):
     x, _ = run.dataset.take(np.array([index[labels == k][0] for k in classes]))  # (C, 3, H, W)
     n, m = getattr(run.cfg, "ra_n", 3), getattr(run.cfg, "ra_m", 4.0)
     rows = {"image": run.normalise(x), "weak view": augment.weak(x, draw(run, 0), run.normalise)}
-    rows |= {f"strong view {i}": augment.strong(x, draw(run, i), run.normalise, n, m) for i in (1, 2)}
+    rows |= {f"strong view {i}": augment.strong(x, draw(run, i), run.normalise, n, m)
+             for i in (1, 2)}
     strip = np.concatenate([side_by_side(run.dataset, row) for row in rows.values()])
     side = strip.shape[0] / len(rows)
     figure, (ax,) = panels(1, WIDTH * len(rows) / len(classes) * 0.95)
     ax.imshow(strip)
-    ax.set_xticks((np.arange(len(classes)) + 0.5) * side - 0.5, [run.dataset.names[k] for k in classes])
+    ax.set_xticks((np.arange(len(classes)) + 0.5) * side - 0.5,
+                  [run.dataset.names[k] for k in classes])
     ax.set_yticks((np.arange(len(rows)) + 0.5) * side - 0.5, rows)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -104,7 +100,10 @@ def draw_by_class(ax, groups, part, bounds=True):
 
 def recall(groups):
     """Recall by class, mean of the last 20 evaluations, between the bounds. Fig. 1b"""
-    return by_class("recall", groups, lambda run: run.reported["recall"], "recall on the test set, %")
+    figure = by_class("recall", groups, lambda run: run.reported["recall"], "recall, %")
+    for ax in figure.axes:
+        ax.set_ylim(0, 100)
+    return figure
 
 
 def predicted(groups):
@@ -119,8 +118,7 @@ def predicted(groups):
 
 
 def by_class(name, groups, part, ylabel):
-    if not all(any(groups[i].runs[0].cfg.method in wanted for i in range(len(groups)))
-               for wanted in (("vanilla", "lower_bound"), ("upper_bound",))):
+    if len({look.name for group, look in zip(groups, looks(groups)) if is_bound(group)}) < 2:
         say(name, "the lower or the upper bound is not among the runs (python -m baselines.train "
                   "--base supervised --method lower_bound or upper_bound); drawn without it")
     settings = by_setting(groups)
@@ -135,10 +133,6 @@ def by_class(name, groups, part, ylabel):
     return figure
 
 
-def place_legend(ax):
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, borderaxespad=0.2)
-
-
 def confusion(groups):
     """Of each true class, how many percent are called what, last checkpoint. Fig. 3"""
     return matrices(groups, lambda run: run.last["confusion"], "called")
@@ -146,11 +140,9 @@ def confusion(groups):
 
 def matrices(groups, part, xlabel):
     figure, axes = panels(len(groups), 4.1)
-    several = len({setting_of(group) for group in groups if not is_bound(group)}) > 1
     for i, (ax, group, look) in enumerate(zip(axes, groups, looks(groups))):
         heat(ax, group.mean(part), names_of(groups))
-        name = look.name.split(" (")[0] + (", " + setting_of(group).title() if several else "")
-        ax.set_title(name)
+        ax.set_title(look.name)
         ax.set_xlabel(xlabel)
         ax.set_ylabel("true class" if i % 2 == 0 else "")
     return figure
@@ -194,7 +186,7 @@ def tsne(groups, points=2000):
         ax.scatter(*place.T, s=5, c=colours[y], linewidths=0)
         for k in np.unique(y) if len(names) <= 20 else ():
             outlined(ax, *np.median(place[y == k], 0), names[k], color=0.8 * colours[k, :3])
-        ax.set_title(f"{look.name.split(' (')[0]}, {setting_of(group).title()}")
+        ax.set_title(look.name)
         ax.set_xticks([])
         ax.set_yticks([])
         ax.spines[:].set_visible(False)
@@ -207,146 +199,34 @@ def embed(run, points):
     index = np.union1d(*run.split)
     index = index[run.dataset.labels[index] >= 0]
     index = draw(run, 0).permutation(index)[:points]
-    x, _ = run.dataset.take(index)
-    z = evaluate.scores_of(run.model.features, x, run.normalise)                 # (P, D)
+    z = run.of_training(run.model.features, index)                               # (P, D)
     perplexity = min(30, (len(index) - 1) / 3)
     return (TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(z.cpu().numpy()),
             run.dataset.labels[index])
 
 
 # ---------------------------------------------------------------------------------------------
-# training
-
-
-def log(group, column):
-    """(iterations, mean, standard deviation or None) of a column, or a function of a row."""
-    rows = list(zip(*(run.history for run in group.runs)))
-    value = column if callable(column) else lambda row: row.get(column, np.nan)
-    table = np.array([[value(row) for row in seeds] for seeds in rows])          # (rows, seeds)
-    spread = table.std(1, ddof=1) if table.shape[1] > 1 else None
-    return [seeds[0]["iter"] for seeds in rows], table.mean(1), spread
-
-
-def lower_loss(cfg):
-    """L = L_l + lambda_u L_u of a row; where lambda_u grows, its value halfway through the row."""
-    length = {"mixmatch": 1, "pseudolabel": 0.4}.get(cfg.base)                   # of the ramp
-    weight = getattr(cfg, "lambda_u", 0)
-
-    def loss(row):
-        ramp = min(1, (row["iter"] - cfg.eval_every / 2) / (length * cfg.iters)) if length else 1
-        return row["loss_x"] + weight * ramp * row["loss_u"]
-    return loss
-
-
-def with_upper_level(groups):
-    found = [(g, look) for g, look in zip(groups, looks(groups))
-             if g.runs[0].history and not np.isnan(log(g, "loss_bal")[1]).all()]
-    if not found:
-        raise UserError("no run has an upper loss; name a run of --method l2ac")
-    return found
-
-
-def curves(groups):
-    """Lower and upper loss, and bACC on the test set, over training. Fig. 10"""
-    figure, axes = panels(2, 3.4)
-    upper = [group for group, _ in with_upper_level(groups)]
-    for group, look in zip(groups, looks(groups)):
-        if group in upper:
-            course(axes[0], *log(group, lower_loss(group.runs[0].cfg)), look, f"{look.name}, lower")
-            course(axes[0], *log(group, "loss_bal"), look, f"{look.name}, upper", linestyle="--")
-        course(axes[1], *log(group, "bacc"), look)
-    for ax, label in zip(axes, ("loss", "bACC on the test set, %")):
-        ax.set(xlabel="iteration", ylabel=label)
-        ax.legend()
-    return figure
-
-
-def losses(groups):
-    """The upper loss beside the labeled part of the lower loss. Fig. 11"""
-    found = with_upper_level(groups)
-    figure, axes = panels(len(found), 3)
-    for ax, (group, look) in zip(axes, found):
-        course(ax, *log(group, "loss_bal"), look, r"upper loss $L_{bal}$, balanced batches, linear "
-               "classifier", linestyle="--")
-        course(ax, *log(group, "loss_x"), look, "labeled lower loss $L_l$, skewed batches, with "
-               "attractor")
-        ax.set(xlabel="iteration", ylabel="loss", title=look.name, ylim=(0, None))
-        ax.legend()
-    return figure
-
-
-# ---------------------------------------------------------------------------------------------
-# the attractor
-
-
-def with_attractor(groups):
-    found = [(g, look) for g, look in zip(groups, looks(groups)) if g.runs[0].attractor]
-    if not found:
-        raise UserError("no run has an attractor; name a run of --method l2ac")
-    return found
-
-
-def bias(run):
-    """[K][K] what the attractor adds to the logits (column) of test images of a class (row)."""
-    return evaluate.bias_added(run.attractor, run.test_scores, run.dataset.test_labels).tolist()
-
-
-def skew(group):
-    """(K,) ln N_k less its mean: what separates a skewed from a balanced prior, as logits."""
-    logs = np.log(labeled_counts(group))
-    return logs - logs.mean()
-
-
-def attractor(groups):
-    """What the attractor adds to the logits: over training and in the end. Not in the paper."""
-    found = with_attractor(groups)
-    figure, axes = panels(2 * len(found), 4)
-    for (group, look), ax, ax_end in zip(found, axes[::2], axes[1::2]):
-        draw_bias_course(ax, group)
-        names, end = names_of(groups), np.array(group.mean(bias))
-        high = abs(end).max()
-        heat(ax_end, np.vstack([end, skew(group)]), names, [*names, r"$\ln N_k$, centred"], "PuOr_r",
-             -high, high, "{:.1f}")
-        ax_end.axhline(len(names) - 0.5, color="black", linewidth=1)
-        ax_end.set(title="in the end, added to the logit of", ylabel="test images of class")
-        ax.set_title(look.name, loc="left")
-    return figure
-
-
-def draw_bias_course(ax, group):
-    """bias_k over training: what images of class k gain in the logit of their own class."""
-    names, colours = names_of([group]), class_colours(labeled_counts(group))
-    ax.set(xlabel="iteration", ylabel="added to the logit of the true class")
-    for k, name in enumerate(names):
-        x, mean, _ = log(group, f"bias_{k}")
-        if np.isnan(mean).all():
-            say("attractor", f"log.csv of {group.path} has no columns bias_k (an older run), so "
-                             f"only the end is drawn")
-            ax.text(0.5, 0.5, "not logged in this run", ha="center", transform=ax.transAxes)
-            return
-        ax.plot(x, mean, color=colours[k], label=name)
-        if len(names) <= 20:
-            ax.annotate(name, (x[-1], mean[-1]), (3, 0), textcoords="offset points", fontsize=7,
-                        va="center", color=0.8 * colours[k, :3])
-    ax.axhline(0, color="black", linewidth=0.6)
+# the whole
 
 
 def story(groups):
     """Recall by class, and beside it where the bias went: one picture for the whole method."""
+    with_attractor(groups)                           # or there is nothing to tell
     setting, members = next((s, m) for s, m in by_setting(groups).items()
                             if any(g.runs[0].attractor for g in m))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH * 1.25, 4), width_ratios=(2, 1))
-    draw_by_class(left, members, lambda run: run.reported["recall"])
+    figure, (top, below) = plt.subplots(2, 1, figsize=(WIDTH, 5.2), height_ratios=(5, 3),
+                                        sharex=True)
+    draw_by_class(top, members, lambda run: run.reported["recall"])
     (group, look), *_ = with_attractor(members)
-    end = np.diagonal(group.mean(bias))
-    right.bar(range(len(end)), end, color=look.colour, label=f"added by the attractor of {look.name}")
-    right.plot(skew(group), "D", color="black", markersize=4, label=r"$\ln N_k$, centred")
-    right.axhline(0, color="black", linewidth=0.6)
-    left.set(ylabel="recall on the test set, %", xlabel="class, number of labeled images")
-    right.set(ylabel="logit of the true class", xlabel="class")
-    name_classes(left, names_of(groups), labeled_counts(group))
-    name_classes(right, names_of(groups))
-    for ax in (left, right):
+    below.bar(range(len(names_of(groups))), np.diagonal(group.mean(bias)), 0.5, color=look.colour,
+              label=f"what the attractor of {look.name} adds to the logit of the true class")
+    below.plot(skew(group), "D", color="black", markersize=4, label=r"$\ln N_k$, centred")
+    below.axhline(0, color="black", linewidth=0.6)
+    top.set(ylabel="recall on the test set, %", ylim=(0, 100))
+    top.set_title(setting.title(), loc="right")
+    below.set(ylabel="logit", xlabel="class, number $N_k$ of labeled images")
+    name_classes(below, names_of(groups), labeled_counts(group))
+    for ax in (top, below):
         place_legend(ax)
     return figure
 
@@ -354,12 +234,8 @@ def story(groups):
 # ---------------------------------------------------------------------------------------------
 
 FIGURES = {f.__name__: f for f in (
-    story, distribution, recall, predicted, confusion, pseudo_confusion, pseudo_recall, tsne, curves,
-    losses, attractor, views)}
-
-
-def say(figure, sentence):
-    print(f"{figure}: {sentence}", file=sys.stderr)
+    story, distribution, recall, predicted, confusion, pseudo_confusion, pseudo_recall, tsne,
+    curves, losses, attractor, views)}
 
 
 def main(argv=None):
@@ -370,7 +246,7 @@ def main(argv=None):
     p.add_argument("--only", nargs="+", choices=tuple(FIGURES), default=list(FIGURES),
                    metavar="NAME", help=f"some of {', '.join(FIGURES)}")
     args = p.parse_args(argv)
-    groups, drawn = evaluate.load_groups(args.runs), 0
+    groups, drawn = finished.load_groups(args.runs), 0
     Path(args.out).mkdir(parents=True, exist_ok=True)
     for name in args.only:
         path = Path(args.out) / f"{name}.{args.format}"
