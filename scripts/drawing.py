@@ -129,7 +129,8 @@ def name_classes(ax, names, below=None):
     """Class names on the x axis, with a number below each; of many classes only some."""
     step = -(-len(names) // 25)
     labels = names if below is None else [f"{name}\n{n}" for name, n in zip(names, below)]
-    slanted = ax.get_figure().get_figwidth() / len(ax.get_figure().axes) < 8 or len(names) > 12
+    inches = ax.get_position().width * ax.get_figure().get_figwidth()
+    slanted = inches / len(labels[::step]) < 0.65
     ax.set_xticks(range(0, len(names), step), labels[::step],
                   **(dict(rotation=40, ha="right", rotation_mode="anchor") if slanted else {}))
 
@@ -147,7 +148,7 @@ def bars(ax, columns, looks, spreads=None):
 def levels(ax, values, look):
     """A level line over each class: for bounds, which the bars are to be compared with."""
     x = np.arange(len(values))
-    ax.hlines(values, x - 0.46, x + 0.46, color="white", linewidth=3.5, zorder=3)      # a halo
+    ax.hlines(values, x - 0.46, x + 0.46, color="white", linewidth=3, zorder=3)        # a halo
     ax.hlines(values, x - 0.46, x + 0.46, color=look.colour, linewidth=1.8, zorder=4,
               linestyle=(0, (2, 1)) if look.colour == GREY else "-", label=look.name)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 import augment
 import common
@@ -172,8 +173,9 @@ def pseudo_recall(groups):
         draw_by_class(ax, members, lambda run: run.pseudo["recall"])
         ax.set_title(setting.title(), loc="right")
         name_classes(ax, names_of(groups))
-        ax.legend(loc="upper right")
     axes[0].set_ylabel("recall of pseudo-labels, %")
+    shown = {label: bar for ax in axes for bar, label in zip(*ax.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown, loc="outside upper left", ncols=6)
     return figure
 
 
@@ -238,6 +240,13 @@ FIGURES = {f.__name__: f for f in (
     curves, losses, attractor, views)}
 
 
+def save(figure, path):
+    figure.savefig(path)
+    plt.close(figure)
+    if path.suffix == ".png":                        # 256 colours will do, for a third of the bytes
+        Image.open(path).convert("RGB").quantize(256, dither=0).save(path, optimize=True)
+
+
 def main(argv=None):
     p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("runs", nargs="+", help="run folders")
@@ -252,9 +261,7 @@ def main(argv=None):
         path = Path(args.out) / f"{name}.{args.format}"
         try:
             with plt.rc_context(STYLE):
-                figure = FIGURES[name](groups)
-                figure.savefig(path)
-                plt.close(figure)
+                save(FIGURES[name](groups), path)
         except UserError as error:
             say(name, f"{error}; not drawn")
             continue

@@ -33,21 +33,20 @@ def lower_loss(cfg):
     return loss
 
 
-def with_upper_level(groups):
-    found = [(g, look) for g, look in zip(groups, looks(groups))
-             if g.runs[0].history and not np.isnan(log(g, "loss_bal")[1]).all()]
-    if not found:
-        raise UserError("no run has an upper loss; name a run of --method l2ac")
-    return found
+def has_upper_level(group):
+    return bool(group.runs[0].history) and not np.isnan(log(group, "loss_bal")[1]).all()
 
 
 def curves(groups):
     """Lower and upper loss, and bACC on the test set, over training. Fig. 10"""
     figure, axes = panels(2, 3.4)
-    upper = [group for group, _ in with_upper_level(groups)]
+    upper = [group for group in groups if has_upper_level(group)]
+    if not upper:
+        say("curves", "no run has an upper loss (--method l2ac has one); drawn without it")
     for group, look in zip(groups, looks(groups)):
-        if group in upper:
+        if group in (upper or groups):
             course(axes[0], *log(group, lower_loss(group.runs[0].cfg)), look, f"{look.name}, lower")
+        if group in upper:
             course(axes[0], *log(group, "loss_bal"), look, f"{look.name}, upper", linestyle="--")
         course(axes[1], *log(group, "bacc"), look)
     for ax, label in zip(axes, ("loss", "bACC on the test set, %")):
@@ -58,7 +57,9 @@ def curves(groups):
 
 def losses(groups):
     """The upper loss beside the labeled part of the lower loss. Fig. 11"""
-    found = with_upper_level(groups)
+    found = [(g, look) for g, look in zip(groups, looks(groups)) if has_upper_level(g)]
+    if not found:
+        raise UserError("no run has an upper loss; name a run of --method l2ac")
     figure, axes = panels(len(found), 3)
     for ax, (group, look) in zip(axes, found):
         course(ax, *log(group, "loss_bal"), look, r"upper loss $L_{bal}$, balanced batches, linear "
