@@ -188,6 +188,7 @@ def test_readme_training_commands_are_accepted():
 def test_readme_names_no_flag_that_does_not_exist():
     text = (ROOT / "README.md").read_text()
     help_text = common.parser("", str).format_help() + Path(train_fixmatch.__file__).read_text()
-    help_text += "".join((ROOT / name).read_text() for name in ("evaluate.py", "scripts/figures.py"))
+    help_text += "".join((ROOT / name).read_text() for name in (
+        "evaluate.py", "scripts/figures.py", "baselines/train.py"))
     known = {"--json", "--rounds"} | set(re.findall(r"--[a-z_0-9]+", help_text))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_0-9]*", text)) <= known
