@@ -27,7 +27,7 @@ from bilevel import full_unroll, omega_gradient, remember
 
 def flags(p):
     g = p.add_argument_group("MixMatch")
-    g.add_argument("--temperature", type=common.number(float, 0.01), default=0.5,
+    g.add_argument("--temperature", type=common.number(float, 0.1), default=0.5,
                    help="of the sharpening; 1 leaves the guess as it is (default: 0.5)")
     g.add_argument("--mix_alpha", type=common.number(float, 0.01), default=0.75,
                    help="mixup coefficient from Beta(alpha, alpha) (default: 0.75)")
