@@ -63,7 +63,7 @@ class CReST(Method):
     @staticmethod
     def check(cfg):
         known = cfg.gamma_u is not None
-        if known and not cfg.crest_anyway and (cfg.gamma_l != cfg.gamma_u or cfg.reverse_u):
+        if known and not data.matched(cfg) and not cfg.crest_anyway:
             raise common.UserError(
                 f"--method {cfg.method} assumes that labeled and unlabeled images are distributed "
                 f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l, or add "
