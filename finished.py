@@ -38,16 +38,16 @@ def load_run(folder, device="cpu"):
     cfg = SimpleNamespace(**checkpoint["config"])
     num_classes = len(checkpoint["ema"]["classifier.weight"])
     model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
-    predict = model
+    predict, judged = model, checkpoint["history"]
     if "method" in checkpoint:                        # a run of baselines/train.py
         from baselines.train import METHODS
         method = METHODS[cfg.base][cfg.method]
         method.heads(model)
-        predict = partial(method.predict, model)
+        predict, judged = partial(method.predict, model), method.judged(judged, cfg)
     model.load_state_dict(checkpoint["ema"])
     model.to(device, memory_format=torch.channels_last).eval()
     attractor = load_attractor(cfg, checkpoint, num_classes, device)
-    return Run(folder, cfg, checkpoint["history"], model, predict, attractor, device)
+    return Run(folder, cfg, checkpoint["history"], judged, model, predict, attractor, device)
 
 
 def load_attractor(cfg, checkpoint, num_classes, device):
@@ -62,8 +62,9 @@ def load_attractor(cfg, checkpoint, num_classes, device):
 class Run:
     """A run as its last checkpoint left it; what takes a pass over images is computed once."""
 
-    def __init__(self, folder, cfg, history, model, predict, attractor, device):
-        self.folder, self.cfg, self.history, self.device = folder, cfg, history, device
+    def __init__(self, folder, cfg, history, judged, model, predict, attractor, device):
+        self.folder, self.cfg, self.device = folder, cfg, device
+        self.history, self.judged = history, judged   # all evaluations, those that count
         self.model, self.predict, self.attractor = model, predict, attractor   # model: the EMA
 
     @cached_property
@@ -107,9 +108,9 @@ class Run:
     @cached_property
     def reported(self):
         """The mean of the last 20 evaluations: the number that stands in tables."""
-        if not self.history:
+        if not self.judged:
             return self.last
-        result = mean_of_last(self.history)
+        result = mean_of_last(self.judged)
         return result | thirds(result["recall"], self.counts(self.split[0]))
 
     @cached_property
