@@ -22,13 +22,15 @@ import models
 import train_fixmatch
 import train_mixmatch
 from augment import Normalise, strong, weak
-from baselines import Method, supervised
+from baselines import Method, abc_head, crest, darp, daso, sar, supervised
 from train_fixmatch import fixmatch_losses
 from train_mixmatch import draw_mix, mixmatch_losses, mixup, sharpen
 
 SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervised.UpperBound,
               "resampling": supervised.Resampling, "ldam": supervised.LDAM, "crt": supervised.CRT}
-SEMI_SUPERVISED = {"none": Method}
+SEMI_SUPERVISED = {"none": Method, "darp": darp.DARP, "crest": crest.CReST,
+                   "crest+": crest.CReSTPlus, "abc": abc_head.ABC, "sar": sar.SaR,
+                   "daso": daso.DASO}
 METHODS = {"supervised": SUPERVISED, "pseudolabel": {"none": Method},
            "fixmatch": SEMI_SUPERVISED, "mixmatch": SEMI_SUPERVISED}
 
@@ -118,13 +120,13 @@ def main(argv=None):
         # 1) Batches: pure functions of (seed, step).
         x_l, y_l = dataset.take(*method.labeled(step))        # (B, 3, H, W), (B,)
         x_l = view(x_l, "labeled view", step)
+        batch = SimpleNamespace(step=step, x_l=x_l, y_l=y_l)                   # for the method
         if cfg.base == "supervised":
-            x_u = z_u = None
             y_u, mask, true_u = torch.zeros(3, 0, device=device)               # of no image
         else:
-            index_b = stream_u.batch(step)
-            x_u, true_u = dataset.take(index_b)               # (U, 3, H, W), (U,) for the log only
-            x_w = view(x_u, "weak view", step)
+            batch.index_u = stream_u.batch(step)
+            x_u, true_u = dataset.take(batch.index_u)         # (U, 3, H, W), (U,) for the log only
+            batch.x_u, x_w = x_u, view(x_u, "weak view", step)
 
         # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, loss_u.
         #    Passes that only guess labels leave BatchNorm's running statistics alone.
@@ -135,19 +137,20 @@ def main(argv=None):
         elif cfg.base == "pseudolabel":                       # Lee 2013: its own view's argmax
             z = features(torch.cat([x_l, x_w]))               # (B+U, D)
             logits, target = model.classifier(z), y_l         # (B+U, K)
-            z_u = z[len(y_l):].detach()
-            p = method.refine(logits[len(y_l):].detach().softmax(1), z_u, index_b, step)
+            batch.z_u = z[len(y_l):].detach()                 # (U, D)
+            p = method.refine(logits[len(y_l):].detach().softmax(1), batch)   # (U, K)
             confidence, y_u = p.max(1)                        # (U,), (U,)
             mask = (confidence >= cfg.tau).float()
             _, loss_u = fixmatch_losses(logits, y_l, y_u, mask)
-            lambda_u = cfg.lambda_u * min(1, step / (0.4 * cfg.iters))
+            now, end = method.schedule(step)
+            lambda_u = cfg.lambda_u * min(1, now / (0.4 * end))
 
         elif cfg.base == "fixmatch":
             x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0),          # (SU, 3, H, W)
                          data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m)
             with torch.no_grad(), models.frozen_bn_stats(model):
-                z_u = features(x_w)                           # (U, D)
-                p = method.refine(model.classifier(z_u).softmax(1), z_u, index_b, step)
+                batch.z_u = features(x_w)                     # (U, D)
+                p = method.refine(model.classifier(batch.z_u).softmax(1), batch)    # (U, K)
                 confidence, y_u = p.max(1)                    # (U,), (U,)
                 mask = (confidence >= cfg.tau).float()
             z = features(torch.cat([x_l, x_s]))               # (B+SU, D)
@@ -158,9 +161,9 @@ def main(argv=None):
         else:                                                 # MixMatch
             x_v = view(x_u, "second weak view", step)
             with torch.no_grad(), models.frozen_bn_stats(model):
-                z_u, z_v = features(x_w), features(x_v)       # (U, D) each
-                guess = sum(model.classifier(z).softmax(1) for z in (z_u, z_v)) / 2
-                q_u = method.refine(sharpen(guess, cfg.temperature), z_u, index_b, step)
+                batch.z_u, z_v = features(x_w), features(x_v)                 # (U, D) each
+                guess = sum(model.classifier(z).softmax(1) for z in (batch.z_u, z_v)) / 2
+                q_u = method.refine(sharpen(guess, cfg.temperature), batch)   # (U, K)
             y_u, mask = q_u.argmax(1), torch.ones(len(q_u), device=device)    # every guess counts
             x, q = mixup(torch.cat([x_l, x_w, x_v]),          # (B+2U, 3, H, W), (B+2U, K)
                          torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
@@ -168,11 +171,13 @@ def main(argv=None):
             z = features(x)                                   # (B+2U, D)
             logits, target = model.classifier(z), q[:len(y_l)]                 # (B+2U, K), (B, K)
             _, loss_u = mixmatch_losses(logits, q, len(y_l))
-            lambda_u = cfg.lambda_u * step / cfg.iters
+            now, end = method.schedule(step)
+            lambda_u = cfg.lambda_u * now / end
 
         # 3) One step.
         loss_x = method.supervised_loss(logits[:len(y_l)], target, step)
-        loss = loss_x + lambda_u * loss_u + method.extra_loss(x_l, y_l, x_u, z_u, z, step)
+        batch.z = z
+        loss = loss_x + lambda_u * loss_u + method.extra_loss(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -212,8 +217,8 @@ def main(argv=None):
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 
-    common.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
-                  progress.seconds, device)
+    last = method.judged(history, cfg)
+    common.finish(cfg, folder, evaluate.mean_of_last(last), len(last), progress.seconds, device)
 
 
 if __name__ == "__main__":
