@@ -1,6 +1,8 @@
 """Numbers from predictions: recall per class, bACC, GM, accuracy, confusion matrix.
 
     python evaluate.py runs/a runs/b         the runs side by side; a folder knows its own data
+    python evaluate.py runs/a --test longtail --gamma_t 10         on an imbalanced test set
+    python evaluate.py runs/a --predict PATH --csv out.csv         label pictures
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. No training, no plots.
 """
@@ -12,12 +14,20 @@ import torch
 
 
 @torch.no_grad()
-def confusion_matrix(predict, images, labels, num_classes, normalise, batch_size=500):
-    """(K, K) counts, row = true class, column = predicted. images (T, 3, H, W) uint8.
+def scores(predict, images, normalise, batch_size=500):
+    """(T, K) of images (T, 3, H, W) uint8, in memory or on file.
 
     predict: (N, 3, H, W) -> scores (N, K), e.g. a model in eval mode.
     """
-    predicted = torch.cat([predict(normalise(x)).argmax(1) for x in images.split(batch_size)])
+    return torch.cat([predict(normalise(x)) for x in images.split(batch_size)])
+
+
+def confusion_matrix(predict, images, labels, num_classes, normalise, batch_size=500):
+    """(K, K) counts, row = true class, column = predicted."""
+    return count(labels, scores(predict, images, normalise, batch_size).argmax(1), num_classes)
+
+
+def count(labels, predicted, num_classes):
     cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes ** 2)
     return cells.reshape(num_classes, num_classes)
 
@@ -67,8 +77,15 @@ def mean_of_last(history, n=20):
 
 def load_run(folder, device="cpu"):
     """(config, dataset, what predicts, history) of a run folder."""
-    import common
     import data
+    cfg, predict, history = load_network(folder, device)
+    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size)
+    return cfg, dataset.to(device), predict, history
+
+
+def load_network(folder, device="cpu"):
+    """(config, what predicts, history): all that can be had without the data."""
+    import common
     import models
     folder = Path(folder)
     checkpoint = common.load_checkpoint(folder)
@@ -76,8 +93,8 @@ def load_run(folder, device="cpu"):
         raise common.UserError(f"{folder} holds no run (there is no last.pt); name a folder that "
                                f"a training script wrote")
     cfg = SimpleNamespace(**checkpoint["config"])
-    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size)
-    model = models.build(cfg.model, dataset.num_classes, cfg.bn_momentum, cfg.wrn_quirk)
+    num_classes = len(checkpoint["ema"]["classifier.weight"])
+    model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
     predict = model
     if "method" in checkpoint:                        # a run of baselines/train.py
         from baselines.train import METHODS
@@ -86,7 +103,7 @@ def load_run(folder, device="cpu"):
         predict = partial(method.predict, model)
     model.load_state_dict(checkpoint["ema"])
     model.to(device, memory_format=torch.channels_last).eval()
-    return cfg, dataset.to(device), predict, checkpoint["history"]
+    return cfg, predict, checkpoint["history"]
 
 
 def judge(folder):
@@ -113,12 +130,96 @@ def table(judged):
             for label, cells in rows]
 
 
+# ---------------------------------------------------------------------------------------------
+# imbalanced test sets, and pictures without a label
+
+
+def choose_test(labels, num_classes, kind, gamma, seed):
+    """Indices of a test set with unequal classes. labels (T,) array of a test set with equal ones.
+
+    longtail, reversed, random: the paper's Test-1, -2, -3; of the last it says no more than the
+    name, here class counts are uniform between 1/gamma of the images and all of them.
+    """
+    import data
+    members = [data.rng(seed, "test set", k).permutation((labels == k).nonzero()[0])
+               for k in range(num_classes)]
+    full = min(len(m) for m in members)
+    counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
+    if min(counts) < 1:
+        raise data.DataError(f"--gamma_t {gamma:g}: a class would be left without a test image, the "
+                             f"smallest has {full}; choose a smaller one")
+    if kind == "random":
+        counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)
+    return [i for m, n in zip(members, counts) for i in m[:n]]
+
+
+def judge_on(folder, kind, gamma, seed):
+    """(folder, {class name: test images}, metrics) of the last checkpoint on such a test set."""
+    from augment import Normalise
+    _, dataset, predict, _ = load_run(folder)
+    index = choose_test(dataset.test_labels.numpy(), dataset.num_classes, kind, gamma, seed)
+    predicted = scores(predict, dataset.test_images, Normalise(dataset.mean, dataset.std)).argmax(1)
+    confusion = count(dataset.test_labels[index], predicted[index], dataset.num_classes)
+    return folder, dict(zip(dataset.names, confusion.sum(1).tolist())), metrics(confusion)
+
+
+def print_imbalanced(folders, kind, gamma, seed, as_json):
+    from common import to_json
+    judged = [judge_on(folder, kind, gamma, seed) for folder in folders]
+    if as_json:
+        return print(to_json({f: {"counts": counts} | m for f, counts, m in judged}))
+    print(f"last checkpoint, {kind} test set: "
+          + ", ".join(f"{name} {n}" for name, n in judged[0][1].items()))
+    for folder, _, m in judged:
+        print(f"bACC {m['bacc']:6.2f}  GM {m['gm']:6.2f}  ACC {m['acc']:6.2f}  {folder}")
+
+
+def predict_pictures(folder, path, out):
+    """Write file, label, probability of each picture at `path`, by the run's averaged network."""
+    import csv
+    import io
+    import common
+    import readers
+    from augment import Normalise
+    cfg, predict, _ = load_network(folder)
+    if not hasattr(cfg, "facts"):
+        raise common.UserError(f"the run in {folder} does not know its class names, it was made by "
+                               f"an older version; train it again")
+    files, images = readers.read_unknown(path, cfg.facts["size"])
+    normalise = Normalise(cfg.facts["mean"], cfg.facts["std"])
+    probability, label = scores(predict, images, normalise).softmax(1).max(1)
+    text = io.StringIO(newline="")
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["file", "label", "probability"])
+    rows.writerows([file, cfg.facts["names"][k], f"{p:.4f}"]
+                   for file, k, p in zip(files, label.tolist(), probability.tolist()))
+    if out is None:
+        return print(text.getvalue(), end="")
+    common.write(Path(out), lambda file: file.write(text.getvalue().encode()))
+    print(f"{len(files)} predictions in {out}")
+
+
 def main(argv=None):
     import common
     p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("runs", nargs="+", help="run folders")
     p.add_argument("--json", action="store_true", help="the numbers as JSON instead of a table")
+    p.add_argument("--test", choices=("longtail", "reversed", "random"),
+                   help="the last checkpoints on an imbalanced test set")
+    p.add_argument("--gamma_t", type=common.number(float, 1), default=10,
+                   help="its imbalance (default: 10)")
+    p.add_argument("--seed", type=common.number(int, 0), default=0,
+                   help="which images are in it (default: 0)")
+    p.add_argument("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz "
+                   "file with images x: a label and its probability for each")
+    p.add_argument("--csv", metavar="FILE", help="where predictions go (default: the screen)")
     args = p.parse_args(argv)
+    if args.predict:
+        if len(args.runs) > 1:
+            p.error("--predict takes one run at a time")
+        return predict_pictures(args.runs[0], args.predict, args.csv)
+    if args.test:
+        return print_imbalanced(args.runs, args.test, args.gamma_t, args.seed, args.json)
     judged = [judge(folder) for folder in args.runs]
     if len({tuple(names) for _, names, *_ in judged}) > 1:
         p.error("the runs have different classes and cannot stand in one table; name them apart")
