@@ -523,11 +523,11 @@ def print_start(cfg, dataset, index_l, index_u, model, device):
     """What is about to run: every setting, the class counts, the network."""
     for name, index in (("labeled", index_l), ("unlabeled", index_u)):
         labels = dataset.labels[index]
-        parts = [f"{k} {int((labels == i).sum())}" for i, k in enumerate(dataset.names)]
-        if len(parts) > 20:
-            parts[10:-5] = ["..."]
-        parts.append(f"unknown {int((labels < 0).sum())}")
-        print(f"{name}: {len(index)} images, {', '.join(parts)}")
+        known, unknown = (labels >= 0).any(), int((labels < 0).sum())
+        parts = [f"{k} {int((labels == i).sum())}" for i, k in enumerate(dataset.names) if known]
+        parts[10:-10] = ["..."] if len(parts) > 20 else parts[10:-10]
+        parts += [f"unknown {unknown}"] if unknown else []
+        print(f"{name}: {len(index)} images: {', '.join(parts)}")
     size = sum(p.numel() for p in model.parameters())
     print(f"network: {cfg.model}, {size / 1e6:.2f} M parameters, on {device}")
     settings = (f"{k} {v}" for k, v in vars(cfg).items() if k != "facts")

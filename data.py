@@ -77,10 +77,14 @@ class Dataset:
                 for a in (index, labels))
         return self.images[i if torch.is_tensor(self.images) else index], y
 
-    def read_ahead(self, *streams):
-        """Have the next batch of each stream decoded while the present one is in use."""
-        for stream in streams:
-            stream.expect = getattr(self.images, "expect", None)
+    def read_ahead(self, *streams, part=lambda index: index):
+        """Have the next batch of each stream decoded while the present one is in use.
+
+        part: which indices of a batch this process takes.
+        """
+        if not torch.is_tensor(self.images):
+            for stream in streams:
+                stream.expect = lambda index: self.images.expect(part(index))
 
 
 def load(name, data_dir="data", image_size=None):

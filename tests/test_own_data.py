@@ -58,7 +58,8 @@ def test_files_train_as_memory_does(folder, tmp_path, monkeypatch, main, flags):
 def test_an_unseen_folder_trains_evaluates_and_predicts(folder, tmp_path, capsys):
     train(train_fixmatch.main, folder, tmp_path / "run", "--iters 30 --eval_every 10 --lr 0.01")
     text = capsys.readouterr().out
-    assert "ape 60, bee 60, cow 60, unknown 0" in text and "unknown 90" in text
+    assert "labeled: 180 images: ape 60, bee 60, cow 60\n" in text
+    assert "unlabeled: 90 images: unknown 90\n" in text
     evaluate.main([str(tmp_path / "run")])
     assert "recall bee" in capsys.readouterr().out
     evaluate.main([str(tmp_path / "run"), "--predict", str(folder / "test"),
