@@ -15,7 +15,7 @@ import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
 from test_cli import run
-from test_readers import write_folder
+from test_readers import offline, stl10, sun397, write_folder       # noqa: F401, fixtures
 from test_train_fixmatch import same
 
 TINY = "--model wrn-10-1 --batch_size 6 --eval_every 3 --iters 6 --threads 1 --device cpu"
@@ -241,6 +241,22 @@ def test_beta_takes_the_place_of_counts(capsys):
 def test_counts_take_the_place_of_the_ratio():
     cfg = train_fixmatch.config("--dataset sun397 --n1 9 --gamma_l 2 --m1 9 --gamma_u 2".split())
     assert cfg.ratio is None and cfg.n1 == 9
+
+
+@pytest.mark.parametrize("memory", [0, 2**30])
+def test_sun397_trains(sun397, tmp_path, monkeypatch, memory):      # noqa: F811
+    monkeypatch.setattr(readers, "MEMORY", memory)
+    state = train(train_fixmatch.main, "sun397", tmp_path / "run", "--image_size 8 --batch_size_u 9"
+                  f" --data_dir {sun397}")
+    assert state["config"]["facts"]["names"] == ["abbey", "beach", "cave/inside"]
+    assert state["config"]["ratio"] == 2 and state["step"] == 6
+
+
+def test_stl10_trains(stl10, tmp_path, capsys):                     # noqa: F811
+    train(train_fixmatch.main, "stl10", tmp_path / "run", "--image_size 8 --n1 2 --gamma_l 2 "
+          f"--data_dir {stl10[0]}")
+    text = capsys.readouterr().out
+    assert "labeled: 11 images: airplane 2, bird 1," in text and "images: unknown 25\n" in text
 
 
 def test_resnet34_trains(tmp_path, folder):
