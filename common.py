@@ -302,10 +302,13 @@ def open_run(args, schedule=True):
 
 def check_same_run(checkpoint, now, folder, schedule):
     saved = checkpoint["config"]
-    if "facts" in saved and saved["facts"] != now["facts"]:
+    if saved.keys() != now.keys():
+        raise UserError(f"--out {folder} holds a run of another script or version, whose flags are "
+                        f"others; resume it with that one, or choose another --out")
+    if saved["facts"] != now["facts"]:
         raise UserError(f"--dataset {now['dataset']} has other classes, colours or sizes than when "
                         f"the run in {folder} began; restore it, or choose another --out")
-    for key in sorted(saved.keys() & now.keys() - set(FREE) | ({"iters"} if schedule else set())):
+    for key in sorted(saved.keys() - set(FREE) | ({"iters"} if schedule else set())):
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
@@ -367,8 +370,9 @@ def restore(checkpoint, parts, cfg):
     if checkpoint is None:
         return 0, 0.0, []
     step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
-    if history and step < cfg.iters and history[-1]["iter"] % cfg.eval_every:
-        history.pop()                                # the extra row of a shorter run
+    shorter = step == checkpoint["config"]["iters"] < cfg.iters
+    if shorter and step % cfg.eval_every:
+        history.pop()                                # its last row is off the grid of this run
     for name, part in parts.items():
         part.load_state_dict(checkpoint[name])
     return step, seconds, history
@@ -511,7 +515,7 @@ class Watch:
 
     def check(self, step, *modules):
         self.look()
-        if not all(t.isfinite().all() for m in modules for t in m.state_dict().values()):
+        if not all(t.isfinite().all() for m in modules for t in (*m.parameters(), *m.buffers())):
             self.stop(f"the weights are not finite after iteration {step}")
 
     def stop(self, what):

@@ -236,6 +236,12 @@ def wanted_counts(dataset, cfg):
         m1, len(sizes), cfg.gamma_u, cfg.imbalance, cfg.reverse_u, whole)
 
 
+def matched(cfg):
+    """Whether the flags say that labeled and unlabeled set are distributed alike."""
+    return cfg.ratio is not None or (
+        cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u)
+
+
 def split(dataset, cfg):
     """(labeled, unlabeled) index arrays into dataset.images, by the data flags.
 

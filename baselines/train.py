@@ -198,8 +198,7 @@ def main(argv=None):
             progress.show(done, tally.averages())
 
         # 6) Evaluate what the method predicts with the EMA; save.
-        due = done % cfg.eval_every == 0
-        if due or done == cfg.iters:
+        if done % cfg.eval_every == 0 or done == cfg.iters or done in method.milestones:
             progress.pause()
             result = evaluate.on_test_set(partial(method.predict, ema.model), dataset, normalise)
             history.append({"iter": done} | tally.averages() | evaluate.columns(result)
