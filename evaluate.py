@@ -3,19 +3,23 @@
     python evaluate.py runs/a runs/b         the runs side by side; a folder knows its own data
     python evaluate.py runs/a_s0 runs/a_s1   seeds of one setting become mean and deviation
     python evaluate.py runs/a --pseudo       and how good the pseudo-labels are
+    python evaluate.py runs/a --test longtail --gamma_t 10         on an imbalanced test set
+    python evaluate.py runs/a --predict PATH --csv out.csv         label pictures
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
 thirds of the classes, ordered by the number of labeled images. No training, no plots.
 """
 import csv
+import io
 import math
+from pathlib import Path
 
 import torch
 
 
 @torch.no_grad()
 def scores(predict, images, normalise, batch_size=500):
-    """(T, K) scores of images (T, 3, H, W) uint8.
+    """(T, K) of images (T, 3, H, W) uint8, in memory or on file.
 
     predict: (N, 3, H, W) -> scores (N, K), e.g. a model in eval mode.
     """
@@ -204,6 +208,75 @@ def as_dict(groups, part, names):
             for group in groups}
 
 
+# ---------------------------------------------------------------------------------------------
+# imbalanced test sets, and pictures without a label
+
+
+def choose_test(labels, num_classes, kind, gamma, seed):
+    """Indices of a test set with unequal classes. labels (T,) array of a test set with equal ones.
+
+    longtail, reversed, random: the paper's Test-1, -2, -3; of the last it says no more than the
+    name, here class counts are uniform between 1/gamma of the images and all of them.
+    """
+    import data
+    members = [data.rng(seed, "test set", k).permutation((labels == k).nonzero()[0])
+               for k in range(num_classes)]
+    full = min(len(m) for m in members)
+    counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
+    if min(counts) < 1:
+        raise data.DataError(f"--gamma_t {gamma:g}: a class would be left without a test image, the "
+                             f"smallest has {full}; choose a smaller one")
+    if kind == "random":
+        counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)
+    return [i for m, n in zip(members, counts) for i in m[:n]]
+
+
+def judge_on(folder, kind, gamma, seed):
+    """(folder, {class name: test images}, metrics) of the last checkpoint on such a test set."""
+    from finished import load_run
+    run = load_run(folder)
+    dataset, predicted = run.dataset, run.test_scores.argmax(1)
+    index = choose_test(dataset.test_labels.numpy(), dataset.num_classes, kind, gamma, seed)
+    confusion = count(dataset.test_labels[index], predicted[index], dataset.num_classes)
+    return folder, dict(zip(dataset.names, confusion.sum(1).tolist())), metrics(confusion)
+
+
+def print_imbalanced(folders, kind, gamma, seed, as_json):
+    from common import to_json
+    judged = [judge_on(folder, kind, gamma, seed) for folder in folders]
+    if as_json:
+        return print(to_json({f: {"counts": counts} | m for f, counts, m in judged}))
+    print(f"last checkpoint, {kind} test set: "
+          + ", ".join(f"{name} {n}" for name, n in judged[0][1].items()))
+    for folder, _, m in judged:
+        print(f"bACC {m['bacc']:6.2f}  GM {m['gm']:6.2f}  ACC {m['acc']:6.2f}  {folder}")
+
+
+def predict_pictures(folder, path, out):
+    """Write file, label, probability of each picture at `path`, by the run's averaged network."""
+    import common
+    import readers
+    from augment import Normalise
+    from finished import load_run
+    run = load_run(folder)
+    cfg = run.cfg
+    if not hasattr(cfg, "facts"):
+        raise common.UserError(f"the run in {folder} does not know its class names, it was made by "
+                               f"an older version; train it again")
+    files, images = readers.read_unknown(path, cfg.facts["size"])
+    normalise = Normalise(cfg.facts["mean"], cfg.facts["std"])
+    probability, label = scores(run.predict, images, normalise).softmax(1).max(1)
+    text = io.StringIO(newline="")
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["file", "label", "probability"])
+    rows.writerows([file, cfg.facts["names"][k], f"{p:.4f}"]
+                   for file, k, p in zip(files, label.tolist(), probability.tolist()))
+    if out is None:
+        return print(text.getvalue(), end="")
+    common.write(Path(out), lambda file: file.write(text.getvalue().encode()))
+    print(f"{len(files)} predictions in {out}")
+
+
 def main(argv=None):
     import common
     import finished
@@ -214,8 +287,22 @@ def main(argv=None):
         "made by the EMA model from images without augmentation (needs their true labels)")
     add("--json", action="store_true", help="the numbers as JSON instead of a table")
     add("--markdown", action="store_true", help="the table in Markdown")
-    add("--csv", metavar="FILE", help="write the table to a file as well")
+    add("--test", choices=("longtail", "reversed", "random"),
+        help="the last checkpoints on an imbalanced test set")
+    add("--gamma_t", type=common.number(float, 1), default=10, help="its imbalance (default: 10)")
+    add("--seed", type=common.number(int, 0), default=0,
+        help="which images are in it (default: 0)")
+    add("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz file with "
+        "images x: a label and its probability for each")
+    add("--csv", metavar="FILE", help="write the table to a file as well; with --predict the "
+        "predictions (default: the screen)")
     args = p.parse_args(argv)
+    if args.predict:
+        if len(args.runs) > 1:
+            p.error("--predict takes one run at a time")
+        return predict_pictures(args.runs[0], args.predict, args.csv)
+    if args.test:
+        return print_imbalanced(args.runs, args.test, args.gamma_t, args.seed, args.json)
     groups, part = finished.load_groups(args.runs), lambda run: run.numbers(args.pseudo)
     names = groups[0].runs[0].dataset.names
     if args.csv:

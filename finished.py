@@ -22,6 +22,8 @@ from attractor import BiasAttractor
 from augment import Normalise
 from evaluate import count, mean, mean_of_last, metrics, pseudo_labels, scores, thirds
 
+LATER_FLAGS = {"ratio": None, "beta": None}          # older runs do not know them
+
 
 @lru_cache(2)                                        # runs side by side mostly share their data
 def load_data(name, data_dir, image_size):
@@ -35,7 +37,7 @@ def load_run(folder, device="cpu"):
     if checkpoint is None:
         raise common.UserError(f"{folder} holds no run (there is no last.pt); name a folder that "
                                f"a training script wrote")
-    cfg = SimpleNamespace(**checkpoint["config"])
+    cfg = SimpleNamespace(**LATER_FLAGS | checkpoint["config"])
     num_classes = len(checkpoint["ema"]["classifier.weight"])
     model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
     predict, judged = model, checkpoint["history"]

@@ -71,16 +71,17 @@ class Setting(NamedTuple):
     unlabeled: tuple
 
     def title(self):
-        (n1, gamma_l, imbalance), (m1, gamma_u, reverse) = self
-        if gamma_l is None:
-            return "data as it is"
-        gammas = rf"$\gamma_l={gamma_l:g},\ \gamma_u={gamma_u:g}$"
-        return ("step, " if imbalance == "step" else "") + gammas + (" reversed" if reverse else "")
+        (_, gamma_l, imbalance, beta), (_, gamma_u, reverse, ratio) = self
+        parts = [rf"$\{name}={value:g}$" for name, value in (
+            ("gamma_l", gamma_l), ("gamma_u", gamma_u), ("beta", beta)) if value is not None]
+        parts = ["step"] * (imbalance == "step") + parts + [f"ratio {ratio:g}"] * (ratio is not None)
+        return (", ".join(parts) or "data as it is") + (" reversed" if reverse else "")
 
 
 def setting_of(group):
     cfg = group.runs[0].cfg
-    return Setting((cfg.n1, cfg.gamma_l, cfg.imbalance), (cfg.m1, cfg.gamma_u, cfg.reverse_u))
+    return Setting((cfg.n1, cfg.gamma_l, cfg.imbalance, cfg.beta),
+                   (cfg.m1, cfg.gamma_u, cfg.reverse_u, cfg.ratio))
 
 
 def is_bound(group):

@@ -16,6 +16,7 @@ from PIL import Image
 import augment
 import common
 import data
+import evaluate
 import finished
 from common import UserError
 from scripts.drawing import (
@@ -46,6 +47,20 @@ def distribution(groups):
         name_classes(ax, run.dataset.names)
     axes[0].set_ylabel("images (log scale)")
     axes[0].legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
+
+
+def imbalanced_tests(groups):
+    """Images per class in the three test sets of `evaluate.py --test`, gamma_t 10. Fig. 6"""
+    dataset = groups[0].runs[0].dataset
+    labels = dataset.test_labels.cpu().numpy()
+    figure, axes = panels(3, 2.4, across=3, sharey=True)
+    for ax, kind in zip(axes, ("longtail", "reversed", "random")):
+        index = evaluate.choose_test(labels, dataset.num_classes, kind, 10, 0)
+        ax.bar(range(dataset.num_classes), np.bincount(labels[index]), color="#5A5A5A")
+        ax.set_title(kind, loc="right")
+        name_classes(ax, dataset.names)
+    axes[0].set_ylabel("test images")
     return figure
 
 
@@ -236,8 +251,8 @@ def story(groups):
 # ---------------------------------------------------------------------------------------------
 
 FIGURES = {f.__name__: f for f in (
-    story, distribution, recall, predicted, confusion, pseudo_confusion, pseudo_recall, tsne,
-    curves, losses, attractor, views)}
+    story, distribution, imbalanced_tests, recall, predicted, confusion, pseudo_confusion, pseudo_recall,
+    tsne, curves, losses, attractor, views)}
 
 
 def save(figure, path):

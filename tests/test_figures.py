@@ -123,6 +123,12 @@ def test_distribution_shows_the_split(groups):
     assert heights(ax.containers[1]) == [60] * 10
 
 
+def test_imbalanced_tests_show_the_test_sets(groups):
+    long, back, chance = (heights(ax.patches) for ax in figures.imbalanced_tests(groups).axes)
+    assert long == data.class_counts(100, 10, 10) == back[::-1]
+    assert all(10 <= n <= 100 for n in chance) and chance not in (long, back)
+
+
 def test_curves_show_the_log(groups, folder):
     losses, accuracy = figures.curves(groups).axes
     log = log_of(folder / "l2ac_s0")
