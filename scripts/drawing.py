@@ -74,7 +74,8 @@ class Setting(NamedTuple):
         (_, gamma_l, imbalance, beta), (_, gamma_u, reverse, ratio) = self
         parts = [rf"$\{name}={value:g}$" for name, value in (
             ("gamma_l", gamma_l), ("gamma_u", gamma_u), ("beta", beta)) if value is not None]
-        parts = ["step"] * (imbalance == "step") + parts + [f"ratio {ratio:g}"] * (ratio is not None)
+        parts = (["step"] if imbalance == "step" else []) + parts
+        parts += [] if ratio is None else [f"ratio {ratio:g}"]
         return (", ".join(parts) or "data as it is") + (" reversed" if reverse else "")
 
 
@@ -184,6 +185,16 @@ def class_colours(counts):
     rank = np.empty(len(counts))
     rank[np.argsort(-np.asarray(counts), kind="stable")] = np.linspace(0, 0.92, len(counts))
     return plt.cm.viridis(rank)
+
+
+def apart(values, gap):
+    """Values moved until neighbours are `gap` apart: where to write names at the ends of curves."""
+    order, placed = np.argsort(values), np.array(values, dtype=float)
+    for _ in range(100):
+        for low, high in zip(order, order[1:]):
+            push = max(0, gap - (placed[high] - placed[low])) / 2
+            placed[low], placed[high] = placed[low] - push, placed[high] + push
+    return placed
 
 
 def outlined(ax, x, y, text, **kwargs):

@@ -251,8 +251,8 @@ def story(groups):
 # ---------------------------------------------------------------------------------------------
 
 FIGURES = {f.__name__: f for f in (
-    story, distribution, imbalanced_tests, recall, predicted, confusion, pseudo_confusion, pseudo_recall,
-    tsne, curves, losses, attractor, views)}
+    story, distribution, imbalanced_tests, recall, predicted, confusion, pseudo_confusion,
+    pseudo_recall, tsne, curves, losses, attractor, views)}
 
 
 def save(figure, path):

@@ -6,8 +6,8 @@ import numpy as np
 
 from common import UserError
 from evaluate import bias_added
-from scripts.drawing import (class_colours, course, heat, labeled_counts, looks, names_of, panels,
-                             say)
+from scripts.drawing import (apart, class_colours, course, heat, labeled_counts, looks, names_of,
+                             panels, say)
 
 # ---------------------------------------------------------------------------------------------
 # training
@@ -105,7 +105,7 @@ def attractor(groups):
              "PuOr_r", -high, high, "{:.1f}")
         ax_end.axhline(len(names) - 0.5, color="black", linewidth=1)
         ax_end.set(title="in the end, added to the logit of", ylabel="test images of class")
-        ax.set_title(look.name, loc="left")
+        ax.set_title(f"{look.name}, over training")
     return figure
 
 
@@ -113,18 +113,19 @@ def draw_bias_course(ax, group):
     """bias_k over training: what images of class k gain in the logit of their own class."""
     names, colours = names_of([group]), class_colours(labeled_counts(group))
     ax.set(xlabel="iteration", ylabel="added to the logit of the true class")
-    for k, name in enumerate(names):
-        x, mean, _ = log(group, f"bias_{k}")
-        if np.isnan(mean).all():
-            say("attractor", f"log.csv of {group.path} has no columns bias_k (an older run), so "
-                             f"only the end is drawn")
-            ax.text(0.5, 0.5, "not logged in this run", ha="center", transform=ax.transAxes)
-            ax.set(xticks=[], yticks=[])
-            return
-        ax.plot(x, mean, color=colours[k], label=name)
-        if len(names) <= 20:
-            ax.annotate(name, (x[-1], mean[-1]), (3, 0), textcoords="offset points", fontsize=7,
-                        va="center", color=0.8 * colours[k, :3])
+    x = log(group, "iter")[0]
+    values = np.array([log(group, f"bias_{k}")[1] for k in range(len(names))])   # (K, rows)
+    if np.isnan(values).all():
+        say("attractor", f"log.csv of {group.path} has no columns bias_k (an older run), so only "
+                         f"the end is drawn")
+        ax.text(0.5, 0.5, "not logged in this run", ha="center", transform=ax.transAxes)
+        return ax.set(xticks=[], yticks=[])
+    for line, colour in zip(values, colours):
+        ax.plot(x, line, color=colour)
+    heights = apart(values[:, -1], 0.05 * np.ptp(values))
+    for name, height, colour in zip(names, heights, colours) if len(names) <= 20 else ():
+        ax.annotate(name, (x[-1], height), (4, 0), textcoords="offset points", fontsize=7,
+                    va="center", color=0.8 * colour[:3])
     ax.axhline(0, color="black", linewidth=0.6)
 
 
