@@ -20,7 +20,7 @@ import evaluate
 import finished
 from common import UserError
 from scripts.drawing import (
-    STYLE, WIDTH, bars, by_setting, class_colours, heat, is_bound, labeled_counts, levels, looks,
+    STYLE, WIDTH, apart, bars, by_setting, class_colours, heat, is_bound, labeled_counts, levels, looks,
     name_classes, names_of, outlined, panels, place_legend, plt, say, setting_of)
 from scripts.training_figures import attractor, bias, curves, losses, skew, with_attractor
 
@@ -200,9 +200,11 @@ def tsne(groups, points=2000):
     for ax, group, look in zip(axes, groups, looks(groups)):
         place, y = embed(group.runs[0], points)
         names, colours = names_of(groups), class_colours(labeled_counts(group))
-        ax.scatter(*place.T, s=5, c=colours[y], linewidths=0)
-        for k in np.unique(y) if len(names) <= 20 else ():
-            outlined(ax, *np.median(place[y == k], 0), names[k], color=0.8 * colours[k, :3])
+        ax.scatter(*place.T, s=7, c=colours[y], linewidths=0)
+        centres = np.array([np.median(place[y == k], 0) for k in np.unique(y)])
+        heights = apart(centres[:, 1], 0.045 * np.ptp(place[:, 1]))
+        for k, x, height in zip(np.unique(y), centres[:, 0], heights) if len(names) <= 20 else ():
+            outlined(ax, x, height, names[k], color=0.8 * colours[k, :3])
         ax.set_title(look.name)
         ax.set_xticks([])
         ax.set_yticks([])
