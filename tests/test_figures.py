@@ -3,7 +3,6 @@ import csv
 import json
 import shutil
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -276,4 +275,3 @@ def test_the_mixmatch_ramp_in_the_lower_loss():
     cfg = type("C", (), dict(base="mixmatch", lambda_u=75.0, eval_every=10, iters=100))
     row = {"iter": 50, "loss_x": 1.0, "loss_u": 0.01}
     assert training_figures.lower_loss(cfg)(row) == pytest.approx(1 + 75 * 0.45 * 0.01)
-    assert Path(figures.__file__).parent.name == "scripts"
