@@ -66,7 +66,7 @@ def weak(x, rng, normalise, shard=(0, 1)):
 
 def strong(x, rng, normalise, n=3, m=4, shard=(0, 1)):
     """As weak, with n random operations of level m (0 to 30) before and a Cutout after.
-    m=None: a level from [0, 30) of its own for every image and operation."""
+    m="random": a level from [0, 30) of its own for every image and operation."""
     x = randaugment(x, *draw(x.shape, rng, n, m, shard))
     x = crop_flip(x, rng, shard)
     return normalise(x, cutout(x, rng, shard))
@@ -123,7 +123,7 @@ def draw(shape, rng, n, m, shard):
     N, _, h, w = shape
     size = (n, N * shard[1])
     op = rng.integers(len(OPS), size=size)
-    level = rng.uniform(0, 30, size=size) if m is None else m
+    level = rng.uniform(0, 30, size=size) if m == "random" else m
     v = LO[op] + level / 30 * (HI - LO)[op]
     v = np.where(IN_PIXELS[op], v * min(h, w) / 32, v)
     v = np.where((FAMILY[op] == MOVE) & (rng.random(size) < 0.5), -v, v)

@@ -23,11 +23,20 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 PROTOCOL = dict(  # the paper's, for all datasets; where it is silent, its released code's
     model="wrn-28-2", image_size=32, iters=250_000, batch_size=64, lr=2e-3, weight_decay=0.02,
-    ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2, eta=1e-4, hidden=256)
+    ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2, eta=1e-4, hidden=256, tau=0.95,
+    ra_m=4.0)
 DATASETS = {  # an own dataset (any other name): taken as it is
     "synthetic": dict(n1=500, m1=500, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "cifar10": dict(n1=1500, m1=3000, gamma_l=100, gamma_u=1, attractor_input="softmax"),
-    "own": dict(image_size=None, attractor_input="softmax"),
+    "cifar100": dict(n1=150, m1=300, gamma_l=10, gamma_u=10, attractor_input="l2"),
+    "stl10": dict(n1=450, gamma_l=10, attractor_input="softmax"),     # its own unlabeled images
+    # 300 epochs, once through both sets each. The random crop that the paper makes of a picture is
+    # augment.py's, of the whole picture squeezed to 224 px. BatchNorm is torchvision's.
+    "sun397": dict(ratio=2, model="resnet34", image_size=224, batch_size=128, batch_size_u=256,
+                   iters=69_300, eval_every=231, ema=0.99, bn_momentum=0.1, tau=0.6,
+                   ra_m="random", attractor_input="l2"),
+    "own .npz": dict(image_size=None, attractor_input="softmax"),
+    "own folder": dict(image_size=32, attractor_input="softmax"),
 }
 MINI = dict(  # the same protocol on one CPU core in minutes
     model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=50,
@@ -49,15 +58,24 @@ def resolve(args, base):
     """
     if args.scale is None:
         args.scale = "mini" if args.dataset == "synthetic" else "paper"
-    table = PROTOCOL | DATASETS.get(args.dataset, DATASETS["own"])
+    own = "own folder" if Path(args.dataset).is_dir() else "own .npz"
+    table = PROTOCOL | DATASETS.get(args.dataset, DATASETS[own])
     if args.scale == "mini":
         table |= MINI | (MINI_SYNTHETIC if args.dataset == "synthetic" else {})
     table |= RECIPES[args.recipe]
     if base == "mixmatch":
         table |= dict(pool="disjoint")               # in the released protocol too
+    counts = [key for key in ("n1", "m1", "gamma_l", "gamma_u", "beta") if getattr(args, key)]
+    if counts:
+        table.pop("ratio", None)                     # classes get counts instead
+    if args.beta is not None:
+        if args.n1 or args.m1:
+            raise UserError("--beta sets --n1 and --m1; leave these out, or --beta")
+        table |= dict(n1=None, m1=None)
     for key in table.keys() & vars(args).keys():
         if getattr(args, key) is None:
             setattr(args, key, table[key])
+    args.batch_size_u = args.batch_size_u or args.batch_size
     if args.compile and args.method == "full_unroll":
         raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
                         "differentiate twice")
@@ -102,7 +120,8 @@ def parser(doc, network):
 
     add = p.add_argument_group("data").add_argument
     add("--dataset", default="synthetic", metavar="NAME",
-        help="synthetic (default, no download), cifar10, or a path to an .npz file")
+        help="synthetic (default, no download), cifar10, cifar100, stl10, sun397, or a path to an "
+        ".npz file or to a folder (train/<class>/*, test/<class>/*, optional unlabeled/*)")
     add("--data_dir", default="data", help="where datasets lie (default: data)")
     add("--gamma_l", type=number(float, 1), help="N_1 / N_K of the labeled set *")
     add("--gamma_u", type=number(float, 1), help="M_1 / M_K of the unlabeled set *")
@@ -111,6 +130,10 @@ def parser(doc, network):
         help="long tail (default), or half of the classes rare")
     add("--n1", type=whole, help="labeled images of the first class *")
     add("--m1", type=whole, help="unlabeled images of the first class *")
+    add("--beta", type=number(float, 0, 1), help="label-ratio study: n1 is this fraction of the "
+        "first class, m1 the rest; counts are rounded half up, to at least 1")
+    add("--ratio", type=number(float, 0), help="M_k / N_k: every class keeps its size and is "
+        "divided alike, in place of n1, m1 and the gammas *")
     add("--split", choices=("random", "first"),
         help="images drawn by seed, or the first of each class **")
     add("--pool", choices=("disjoint", "union"),
@@ -121,7 +144,8 @@ def parser(doc, network):
 
     add = p.add_argument_group("optimisation").add_argument
     add("--iters", type=whole, help="updates of theta and phi *")
-    add("--batch_size", type=number(int, 2), help="labeled, unlabeled and balanced images each *")
+    add("--batch_size", type=number(int, 2), help="labeled and balanced images each *")
+    add("--batch_size_u", type=number(int, 2), help="unlabeled images (default: batch_size) *")
     add("--lr", type=real, help="learning rate of theta's and phi's Adam *")
     add("--weight_decay", type=real, help="weights shrink by lr times this after each step *")
     add("--ema", type=number(float, 0, 1), help="decay of the averaged weights *")
@@ -129,9 +153,10 @@ def parser(doc, network):
     add("--decay_bn", action=switch, help="weight decay on BatchNorm's running statistics too **")
 
     add = p.add_argument_group("network").add_argument
-    add("--model", type=network, help="wrn-d-w, as in wrn-28-2 *")
+    add("--model", type=network, help="wrn-d-w, as in wrn-28-2, or resnet34 *")
     add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
-    add("--image_size", type=number(int, 8, 1024), help="images are resized to this many pixels *")
+    add("--image_size", type=number(int, 8, 1024), help="images are resized to a square of this "
+        "many pixels; None: they stay as they are *")
 
     add = p.add_argument_group("system").add_argument
     add("--scale", choices=("paper", "mini"), help="the paper's protocol, or the same shrunk for "
@@ -180,10 +205,13 @@ def describe_defaults():
 
 
 def default_out(args, base):
-    dataset = Path(args.dataset).stem
+    dataset = Path(args.dataset).resolve().stem
     gammas = [f"{g:g}" if g else "own" for g in (args.gamma_l, args.gamma_u)]
     reverse = "rev" if args.reverse_u else ""
-    return f"runs/{dataset}_{base}_{args.method}_gl{gammas[0]}_gu{gammas[1]}{reverse}_s{args.seed}"
+    study = "_step" if args.imbalance == "step" else ""
+    study += f"_beta{args.beta:g}" if args.beta is not None else ""
+    return (f"runs/{dataset}_{base}_{args.method}_gl{gammas[0]}_gu{gammas[1]}{reverse}{study}"
+            f"_s{args.seed}")
 
 
 def pick_device(args):
@@ -240,7 +268,7 @@ class EMA:
 # the run folder: config.json, log.csv, last.pt, prev.pt, result.json
 
 FILES = ("config.json", "log.csv", "last.pt", "prev.pt", "result.json")
-FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir")
+FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir", "facts")
 
 
 def open_run(args, schedule=True):
@@ -277,6 +305,9 @@ def check_same_run(checkpoint, now, folder, schedule):
     if saved.keys() != now.keys():
         raise UserError(f"--out {folder} holds a run of another script or version, whose flags are "
                         f"others; resume it with that one, or choose another --out")
+    if saved["facts"] != now["facts"]:
+        raise UserError(f"--dataset {now['dataset']} has other classes, colours or sizes than when "
+                        f"the run in {folder} began; restore it, or choose another --out")
     for key in sorted(saved.keys() - set(FREE) | ({"iters"} if schedule else set())):
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
@@ -320,8 +351,9 @@ def write_json(path, content):
 
 def write_log(folder, history):
     """log.csv from all evaluations so far; on resume this also cuts off later rows."""
-    lines = [",".join(history[0])] if history else []
-    lines += [",".join(f"{v:.6g}" for v in row.values()) for row in history]
+    names = list(history[-1]) if history else []     # older rows may lack a column
+    lines = [",".join(names)] if history else []
+    lines += [",".join(f"{row.get(name, math.nan):.6g}" for name in names) for row in history]
     write(folder / "log.csv", lambda file: file.write("".join(f"{x}\n" for x in lines).encode()))
 
 
@@ -407,8 +439,8 @@ class Progress:
         print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
 
     def row(self, row):
-        """`row` is the newest line of log.csv; the recalls of single classes stay in the file."""
-        shown = {k: v for k, v in row.items() if not k.startswith("recall")}
+        """`row` is the newest line of log.csv; what it says of single classes stays in the file."""
+        shown = {k: v for k, v in row.items() if not k.startswith(("recall_", "bias_"))}
         if self.rows % 20 == 0:
             self.line("".join(f"{k:>11}" for k in shown))
         self.rows += 1
@@ -496,17 +528,22 @@ def print_start(cfg, dataset, index_l, index_u, model, device):
     """What is about to run: every setting, the class counts, the network."""
     for name, index in (("labeled", index_l), ("unlabeled", index_u)):
         labels = dataset.labels[index]
-        counts = [int((labels == k).sum()) for k in range(dataset.num_classes)]
-        print(f"{name}: {len(index)} images, by class {counts}, unknown {int((labels < 0).sum())}")
+        known, unknown = (labels >= 0).any(), int((labels < 0).sum())
+        parts = [f"{k} {int((labels == i).sum())}" for i, k in enumerate(dataset.names) if known]
+        parts[10:-10] = ["..."] if len(parts) > 20 else parts[10:-10]
+        parts += [f"unknown {unknown}"] if unknown else []
+        print(f"{name}: {len(index)} images: {', '.join(parts)}")
     size = sum(p.numel() for p in model.parameters())
     print(f"network: {cfg.model}, {size / 1e6:.2f} M parameters, on {device}")
-    print("settings: " + ", ".join(f"{k} {v}" for k, v in vars(cfg).items()) + "\n", flush=True)
+    settings = (f"{k} {v}" for k, v in vars(cfg).items() if k != "facts")
+    print("settings: " + ", ".join(settings) + "\n", flush=True)
 
 
 def finish(cfg, folder, mean, count, seconds, device):
     """result.json and the last line on the screen, from evaluate.mean_of_last."""
     result = {key: getattr(cfg, key) for key in ("method", "base", "dataset", "gamma_l", "gamma_u",
-                                                 "reverse_u", "seed", "iters", "scale", "recipe")}
+                                                 "reverse_u", "imbalance", "beta", "seed", "iters",
+                                                 "scale", "recipe")}
     result |= mean | {"evaluations": count, "sec_per_iter": seconds / cfg.iters,
                       "peak_memory_mb": peak_memory_mb(device)}
     write_json(folder / "result.json", result | versions())

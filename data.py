@@ -1,33 +1,37 @@
 """Which images, which labels, in which order.
 
-A dataset is one uint8 tensor of images that stays on the device; a split is two arrays of indices
-into it (labeled, unlabeled); a stream turns a step number into a batch of indices. Nothing here
-keeps a position: every draw is a function of (seed, purpose, step), so a resumed run and every
-process of a distributed run see the same batches.
-No augmentation (augment.py), no networks, no losses, no torch.distributed.
+A dataset is one uint8 tensor of images that stays on the device, or files that are decoded ahead
+of their use (readers.Pictures); a split is two arrays of indices into it (labeled, unlabeled); a
+stream turns a step number into a batch of indices. Nothing here keeps a position: every draw is a
+function of (seed, purpose, step), so a resumed run and every process of a distributed run see the
+same batches.
+No files (readers.py), no augmentation (augment.py), no networks, no losses, no torch.distributed.
 """
-import zipfile
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
+from math import floor
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+
+import readers
+from readers import DataError
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
+STL10 = "airplane bird car cat deer dog horse monkey ship truck".split()
 # Head and tail are pairs of look-alikes (disk and ring, square and frame, ...): what a biased
 # classifier does to a rare class is to call it by the name of its common twin.
 SHAPES = "disk square cross bars triangle diamond stripes saltire frame ring".split()
-FACTS = {  # class names, per-channel mean and standard deviation of the training images
-    "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
+FACTS = {  # class names (None: the archive tells), mean and standard deviation per channel
     "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+    "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
+    "cifar100": (None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    "stl10": (STL10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),    # CIFAR-10's
+    "sun397": (None, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),          # ImageNet's
 }
-
-
-class DataError(Exception):
-    """One sentence for the user: which file or flag is wrong, and what to do."""
+HELD_OUT = 50       # test pictures of each class of SUN397, which has no test set of its own
 
 
 def rng(seed, purpose, *numbers):
@@ -43,7 +47,7 @@ def rng(seed, purpose, *numbers):
 class Dataset:
     images: torch.Tensor       # (N, 3, H, W) uint8, training images; those without a label last
     labels: np.ndarray         # (N,) int64, -1 where there is none
-    test_images: torch.Tensor  # (T, 3, H, W) uint8
+    test_images: torch.Tensor  # (T, 3, H, W) uint8; both may be readers.Pictures
     test_labels: torch.Tensor  # (T,) int64
     names: list                # K class names
     mean: tuple                # per channel, of images in [0, 1]
@@ -52,6 +56,12 @@ class Dataset:
     @property
     def num_classes(self):
         return len(self.names)
+
+    @property
+    def facts(self):
+        """What one has to know to use a trained network without the dataset."""
+        return {"names": self.names, "mean": self.mean, "std": self.std,
+                "size": tuple(self.images.shape[2:])}
 
     def to(self, device):
         for part in ("images", "test_images", "test_labels"):
@@ -65,105 +75,81 @@ class Dataset:
         labels = self.labels[index] if labels is None else labels
         i, y = (torch.from_numpy(a).to(device, non_blocking=device.type == "cuda")
                 for a in (index, labels))
-        return self.images[i], y
+        return self.images[i if torch.is_tensor(self.images) else index], y
+
+    def read_ahead(self, *streams, part=lambda index: index):
+        """Have the next batch of each stream decoded while the present one is in use.
+
+        part: which indices of a batch this process takes.
+        """
+        if not torch.is_tensor(self.images):
+            for stream in streams:
+                stream.expect = lambda index: self.images.expect(part(index))
 
 
 def load(name, data_dir="data", image_size=None):
-    """`synthetic`, `cifar10` (an .npz in data_dir, else torchvision's download) or a path.npz."""
+    """One of FACTS (an .npz in data_dir, else torchvision's reader), a path.npz or a folder."""
     archive = Path(data_dir) / f"{name}.npz"
     if name == "synthetic":
         arrays = synthetic(image_size or 16)
+    elif name in FACTS:
+        arrays = (readers.read_npz(archive) if archive.exists()
+                  else readers.read_archive(name, data_dir))
     elif name.endswith(".npz"):
-        arrays = read_npz(name)
-    elif name not in FACTS:
-        raise DataError(f"--dataset {name}: not known; choose {', '.join(FACTS)} or a path to an "
-                        f".npz file")
+        arrays = readers.read_npz(name)
+    elif Path(name).is_dir():
+        arrays = readers.read_folder(name)
     else:
-        arrays = read_npz(archive) if archive.exists() else read_torchvision(name, data_dir)
-    names, mean, std = FACTS.get(name) or own_facts(arrays)
-    if len(names) != arrays["y_train"].max() + 1:
-        raise DataError(f"--dataset {name}: there are {len(names)} class names, but the labels go "
-                        f"from 0 to {arrays['y_train'].max()}")
-    images, unlabeled = arrays["x_train"], arrays.get("x_unlabeled")
-    labels = arrays["y_train"].astype(np.int64)
-    if unlabeled is not None:
-        images = np.concatenate([images, unlabeled])
-        labels = np.concatenate([labels, np.full(len(unlabeled), -1)])
-    return Dataset(as_tensor(images, image_size), labels, as_tensor(arrays["x_test"], image_size),
+        raise DataError(f"--dataset {name}: not known; choose {', '.join(FACTS)} or a path to an "
+                        f".npz file or to a folder of pictures")
+    if "x_test" not in arrays:
+        arrays = hold_out(arrays)
+    size = image_size and (image_size, image_size)
+    parts = [arrays[key] for key in ("x_train", "x_unlabeled") if key in arrays]
+    images, test_images = readers.open_images(parts, arrays["x_test"], size)
+    names, mean, std = facts(name, arrays, images)
+    labels = np.full(len(images), -1)
+    labels[:len(parts[0])] = arrays["y_train"]
+    return Dataset(images, labels, test_images,
                    torch.from_numpy(arrays["y_test"].astype(np.int64)), names, mean, std)
 
 
-def as_tensor(images, size):
-    """(N, H, W, 3) uint8 array -> (N, 3, size, size) uint8 tensor, shrunk by averaging areas."""
-    x = torch.from_numpy(images).permute(0, 3, 1, 2)
-    if size is None or x.shape[-2:] == (size, size):
-        return x.contiguous()
-    chunks = [F.interpolate(c.float(), (size, size), mode="area").round().to(torch.uint8)
-              for c in x.split(10_000)]          # bounded memory: float is four times the bytes
-    return torch.cat(chunks)
+def hold_out(arrays):
+    """Set HELD_OUT images of each class aside for testing: the same ones whatever the seed."""
+    x, y, test = arrays["x_train"], arrays["y_train"], []
+    for k, name in enumerate(arrays["names"]):
+        members = rng(0, "test", k).permutation(np.flatnonzero(y == k))
+        if len(members) <= HELD_OUT:
+            raise DataError(f"--dataset: class {name} has {len(members)} pictures, too few to "
+                            f"hold out {HELD_OUT} of them for testing; complete the archive")
+        test.append(np.sort(members[:HELD_OUT]))
+    train, test = np.delete(np.arange(len(y)), np.concatenate(test)), np.concatenate(test)
+    return arrays | {"x_train": x[train], "y_train": y[train], "x_test": x[test],
+                     "y_test": y[test]}
 
 
-def own_facts(arrays):
-    """Names and constants for data that FACTS does not know: measured on the training images."""
-    x, num_classes = arrays["x_train"], int(arrays["y_train"].max()) + 1
-    names = arrays.get("names", [f"class {k}" for k in range(num_classes)])
-    share = np.stack([np.bincount(x[..., c].ravel(), minlength=256) for c in range(3)])
-    share = share / share.sum(1, keepdims=True)                   # (3, 256) of each grey level
-    mean = share @ np.arange(256) / 255
-    std = np.sqrt((share * (np.arange(256) / 255 - mean[:, None]) ** 2).sum(1)).clip(1e-3)
-    return [str(n) for n in names], tuple(mean.tolist()), tuple(std.tolist())
-
-
-def read_npz(path):
-    """x_train (N, H, W, 3) uint8, y_train (N,), x_test, y_test, optional x_unlabeled, names."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"--dataset: {path} cannot be read as an .npz file ({error}); "
-                        f"data.read_npz says what it must hold") from None
-    check_arrays(arrays, path)
-    return arrays
-
-
-def check_arrays(arrays, path):
-    missing = [k for k in ("x_train", "y_train", "x_test", "y_test") if k not in arrays]
-    if missing:
-        raise DataError(f"--dataset: {path} lacks the array {missing[0]}; "
-                        f"data.read_npz says what it must hold")
-    for key in [k for k in arrays if k.startswith("x_")]:
-        x = arrays[key]
-        if x.dtype != np.uint8 or x.ndim != 4 or x.shape[3] != 3 or len(x) == 0:
-            raise DataError(f"--dataset: {key} in {path} is {x.dtype} {x.shape}, "
-                            f"it must be uint8 (N, H, W, 3) with N > 0")
-        if min(x.shape[1:3]) < 8:
-            raise DataError(f"--dataset: {key} in {path} has images of {x.shape[1]} x {x.shape[2]} "
-                            f"pixels, they must have at least 8 x 8")
-        if x.shape[1:] != arrays["x_train"].shape[1:]:
-            raise DataError(f"--dataset: {key} in {path} has images of another size than x_train")
-    for part in ("train", "test"):
-        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        if y.shape != (len(x),) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
-            raise DataError(f"--dataset: y_{part} in {path} must be {len(x)} class numbers "
-                            f"from 0, one per image, it is {y.dtype} {y.shape}")
-    if arrays["y_test"].max() > arrays["y_train"].max():
-        raise DataError(f"--dataset: y_test in {path} has classes that y_train lacks")
-    empty = np.flatnonzero(np.bincount(arrays["y_train"]) == 0)
-    if len(empty):
-        raise DataError(f"--dataset: y_train in {path} has no image of class {empty[0]}; "
-                        f"number the classes from 0 without a gap")
-
-
-def read_torchvision(name, data_dir):
-    from torchvision import datasets
-    try:
-        train, test = (datasets.CIFAR10(data_dir, train=t, download=True) for t in (True, False))
-    except Exception as error:  # no network, a broken archive, a read-only folder, ...
-        raise DataError(f"--dataset {name}: no {data_dir}/{name}.npz and the download failed "
-                        f"({type(error).__name__}); put cifar-10-python.tar.gz or {name}.npz into "
-                        f"{data_dir}/, or use --dataset synthetic, which needs no file") from None
-    return {"x_train": train.data, "y_train": np.array(train.targets),
-            "x_test": test.data, "y_test": np.array(test.targets)}
+def facts(name, arrays, images):
+    """Class names, mean, std; of data that FACTS does not know, measured on training images (of
+    pictures on file: on 256 of them)."""
+    num_classes = int(arrays["y_train"].max()) + 1
+    names, mean, std = FACTS.get(name, (None, None, None))
+    names = [str(n) for n in names or arrays.get("names", map("class {}".format,
+                                                              range(num_classes)))]
+    if len(names) != num_classes or num_classes < 2:
+        raise DataError(f"--dataset {name}: there are {len(names)} class names, but the labels go "
+                        f"from 0 to {num_classes - 1}; at least two classes are needed")
+    if mean is None:
+        x = arrays["x_train"]                                                  # (N, H, W, 3)
+        if x.dtype == object:
+            some = np.unique(np.linspace(0, len(x) - 1, 256).astype(int))
+            x = images[some].permute(0, 2, 3, 1).numpy()
+        share = np.stack([np.bincount(x[..., c].ravel(), minlength=256) for c in range(3)])
+        share = share / share.sum(1, keepdims=True)               # (3, 256) of each grey level
+        level = np.arange(256) / 255
+        mean = share @ level
+        std = np.sqrt((share * (level - mean[:, None]) ** 2).sum(1)).clip(1e-3)
+        mean, std = tuple(mean.tolist()), tuple(std.tolist())
+    return names, mean, std
 
 
 def synthetic(size=16, per_class=1000, per_class_test=100):
@@ -203,68 +189,121 @@ def draw_shape(shape, n, size, g):
 # splits
 
 
-def class_counts(n_max, num_classes, gamma, imbalance="long", reverse=False):
+def class_counts(n_max, num_classes, gamma, imbalance="long", reverse=False, whole=int):
     """Images per class. long: n_max * gamma^(-k/(K-1)), truncated; step: second half n_max/gamma.
 
     (The paper prints the exponent without its minus sign.)
     """
-    last = int(n_max / gamma)    # by division: the power may fall a hair below a whole number
+    last = whole(n_max / gamma)  # by division: the power may fall a hair below a whole number
     if imbalance == "step":
-        counts = [int(n_max) if k < num_classes // 2 else last for k in range(num_classes)]
+        counts = [whole(n_max) if k < num_classes // 2 else last for k in range(num_classes)]
     else:
-        counts = [int(n_max * gamma ** (-k / (num_classes - 1))) for k in range(num_classes - 1)]
+        counts = [whole(n_max * gamma ** (-k / (num_classes - 1))) for k in range(num_classes - 1)]
         counts.append(last)
     return counts[::-1] if reverse else counts
 
 
+def at_least_one(x):
+    """Round half up. Of the label-ratio study: truncation would leave classes without a label."""
+    return max(1, floor(x + 0.5))
+
+
+def wanted_counts(dataset, cfg):
+    """(N_k, M_k) by the data flags. M_k None: the unlabeled images are those without a label;
+    both None: the data is taken as it is."""
+    sizes = np.bincount(dataset.labels[dataset.labels >= 0]).tolist()
+    n1, m1, whole = cfg.n1, cfg.m1, int
+    given = {"n1": n1, "gamma_l": cfg.gamma_l, "m1": m1, "gamma_u": cfg.gamma_u}
+    if cfg.ratio is not None:                        # every class is divided alike
+        if any(value is not None for value in given.values()) or cfg.beta is not None:
+            raise DataError("--ratio divides every class alike and does not go with --n1, "
+                            "--gamma_l, --m1, --gamma_u or --beta; leave it or them out")
+        labeled = [int(size / (1 + cfg.ratio)) for size in sizes]
+        return labeled, [size - n for size, n in zip(sizes, labeled)]
+    if all(value is None for value in [*given.values(), cfg.beta]):
+        return None, None
+    own_pool = m1 is None and cfg.gamma_u is None and (dataset.labels < 0).any()
+    if cfg.beta is not None:     # N_1 = beta of the first class, M_1 the rest of it
+        whole, n1 = at_least_one, at_least_one(cfg.beta * sizes[0])
+        m1 = sizes[0] - n1
+        given |= {"n1": n1, "m1": m1}
+    for flag in ("n1", "gamma_l") if own_pool else given:
+        if given[flag] is None:
+            raise DataError(f"--{flag} is missing: --n1, --gamma_l, --m1, --gamma_u make a split "
+                            f"together (of data with unlabeled images, --n1 and --gamma_l)")
+    n_counts = class_counts(n1, len(sizes), cfg.gamma_l, cfg.imbalance, whole=whole)
+    return n_counts, None if own_pool else class_counts(
+        m1, len(sizes), cfg.gamma_u, cfg.imbalance, cfg.reverse_u, whole)
+
+
 def matched(cfg):
     """Whether the flags say that labeled and unlabeled set are distributed alike."""
-    return cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u
+    return cfg.ratio is not None or (
+        cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u)
 
 
 def split(dataset, cfg):
     """(labeled, unlabeled) index arrays into dataset.images, by the data flags.
 
-    With none of --n1, --gamma_l, --m1, --gamma_u the data is taken as it is. --split `random`
-    draws the images of a class by seed, `first` takes them in file order (the released code);
-    with --pool `union` the unlabeled set holds the labeled images too.
+    With none of --n1, --gamma_l, --m1, --gamma_u, --beta, --ratio the data is taken as it is.
+    --split `random` draws the images of a class by seed, `first` takes them in file order (the
+    released code); with --pool `union` the unlabeled set holds the labeled images too.
     """
-    wanted = {flag: getattr(cfg, flag) is not None for flag in ("n1", "gamma_l", "m1", "gamma_u")}
-    if not any(wanted.values()):
-        return split_as_it_is(dataset, cfg.pool)
-    if not all(wanted.values()):
-        missing = next(flag for flag in wanted if not wanted[flag])
-        raise DataError(f"--{missing} is missing: --n1, --gamma_l, --m1, --gamma_u make a split "
-                        f"together")
-    num_classes, labeled, unlabeled = dataset.num_classes, [], []
-    n_counts = class_counts(cfg.n1, num_classes, cfg.gamma_l, cfg.imbalance)
-    m_counts = class_counts(cfg.m1, num_classes, cfg.gamma_u, cfg.imbalance, cfg.reverse_u)
+    n_counts, m_counts = wanted_counts(dataset, cfg)
+    if m_counts is None:
+        return split_with_own_pool(dataset, cfg, n_counts)
+    labeled, unlabeled = [], []
     for k, (n, m) in enumerate(zip(n_counts, m_counts)):
-        members = np.flatnonzero(dataset.labels == k)
-        if n < 1 or n + m > len(members):
-            raise DataError(f"--n1, --gamma_l, --m1, --gamma_u ask for {n} labeled and {m} "
-                            f"unlabeled images of class {k} ({dataset.names[k]}), which has "
-                            f"{len(members)}; at least 1 must be labeled")
-        if cfg.split == "random":
-            members = rng(cfg.seed, "split", k).permutation(members)
+        members = draw_members(dataset, cfg, k, n, m)
         labeled.append(members[:n])
-        unlabeled.append(members[0 if cfg.pool == "union" else n:n + m])
+        unlabeled.append(members[0 if cfg.pool == "union" else n:])
     return np.concatenate(labeled), np.concatenate(unlabeled)
 
 
-def split_as_it_is(dataset, pool):
+def draw_members(dataset, cfg, k, n, m=0):
+    """n + m images of class k."""
+    members = np.flatnonzero(dataset.labels == k)
+    if n < 1 or n + m > len(members):
+        raise DataError(f"--n1, --gamma_l, --m1, --gamma_u (or --beta, --ratio) ask for {n} "
+                        f"labeled and {m} unlabeled images of class {k} ({dataset.names[k]}), "
+                        f"which has {len(members)}; at least 1 must be labeled")
+    if cfg.split == "random":
+        members = rng(cfg.seed, "split", k).permutation(members)
+    return members[:n + m]
+
+
+def split_with_own_pool(dataset, cfg, n_counts):
+    """The unlabeled images are those that came without a label; n_counts None: all are used."""
     labeled, unlabeled = np.flatnonzero(dataset.labels >= 0), np.flatnonzero(dataset.labels < 0)
     if len(unlabeled) == 0:
-        raise DataError("--dataset: there is no x_unlabeled in it, so give --n1, --gamma_l, --m1 "
-                        "and --gamma_u to set labeled images aside as unlabeled")
-    return labeled, np.concatenate([labeled, unlabeled]) if pool == "union" else unlabeled
+        raise DataError("--dataset: there are no unlabeled images in it (x_unlabeled, a folder "
+                        "unlabeled), so give --n1, --gamma_l, --m1 and --gamma_u, or --ratio, to "
+                        "set labeled ones aside")
+    if n_counts is not None:
+        labeled = np.concatenate([draw_members(dataset, cfg, k, n)
+                                  for k, n in enumerate(n_counts)])
+    return labeled, np.concatenate([labeled, unlabeled]) if cfg.pool == "union" else unlabeled
 
 
 # ---------------------------------------------------------------------------------------------
 # streams
 
 
-class IndexStream:
+class Stream:
+    """batch(step) is draw(step), a pure function. Where images are files (Dataset.read_ahead), it
+    also announces itself and the batch that comes as far after it as it came after the last."""
+    expect, last = None, None
+
+    def batch(self, step):
+        if self.expect:
+            stride = step - self.last if self.last is not None and self.last < step else 1
+            self.expect(self.draw(step))
+            self.expect(self.draw(step + stride))
+            self.last = step
+        return self.draw(step)
+
+
+class IndexStream(Stream):
     """Endless passes over `indices`, reshuffled each pass. batch(step) needs no earlier batch."""
 
     def __init__(self, indices, batch_size, seed, purpose):
@@ -279,11 +318,11 @@ class IndexStream:
         return np.concatenate([self.order(int(e))[offsets[epochs == e]]
                                for e in np.unique(epochs)])
 
-    def batch(self, step):
+    def draw(self, step):
         return self.at(np.arange(step * self.batch_size, (step + 1) * self.batch_size))
 
 
-class BalancedStream:
+class BalancedStream(Stream):
     """Class-aware sampling: classes in shuffled rounds, the images of a class in shuffled rounds.
 
     In every round each class comes once, so class k's image of round c is simply the c-th of its
@@ -295,10 +334,10 @@ class BalancedStream:
         self.members = {k: IndexStream(indices[labels == k], 1, seed, f"class {k}")
                         for k in self.classes.indices}
 
-    def batch(self, step):
+    def draw(self, step):
         size = self.classes.batch_size
         rounds = np.arange(step * size, (step + 1) * size) // len(self.members)
-        classes = self.classes.batch(step)                                               # (M,)
+        classes = self.classes.draw(step)                                                # (M,)
         images = np.empty_like(classes)
         for k in np.unique(classes):
             images[classes == k] = self.members[k].at(rounds[classes == k])

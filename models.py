@@ -1,4 +1,4 @@
-"""image -> features -> logits.
+"""image -> features -> logits: wide residual networks, and ResNet-34 for large images.
 
 Every network here has `features(x)` (N, D) and a linear `classifier`, because L2AC needs the two
 apart: theta is what makes the features, phi = (W, b) is the classifier.
@@ -8,6 +8,7 @@ No attractor, no EMA, no losses.
 import re
 from argparse import ArgumentTypeError
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,24 @@ class WideResNet(nn.Module):
         return self.classifier(self.features(x))                               # (N, K)
 
 
+class ResNet34(nn.Module):
+    """torchvision's, its last layer taken off and its BatchNorm replaced by ours."""
+
+    def __init__(self, num_classes, bn_momentum=0.001):
+        super().__init__()
+        from torchvision.models import resnet34
+        self.network = resnet34(norm_layer=partial(Norm, momentum=bn_momentum))
+        self.classifier = nn.Linear(self.network.fc.in_features, num_classes)
+        self.network.fc = nn.Identity()
+        initialise(self.classifier)
+
+    def features(self, x):
+        return self.network(x)                                                 # (N, 512)
+
+    def forward(self, x):
+        return self.classifier(self.features(x))                               # (N, K)
+
+
 def initialise(module):
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -86,14 +105,18 @@ def initialise(module):
 
 def network(name):
     """An argparse type: the name of a network that `build` can build."""
+    if name == "resnet34":
+        return name
     match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
     depth, width = map(int, match.groups()) if match else (0, 0)
     if not (10 <= depth <= 1000 and (depth - 4) % 6 == 0 and 1 <= width <= 100):
-        raise ArgumentTypeError(f"{name} is not wrn-d-w with d = 10, 16, 22, 28, ...")
+        raise ArgumentTypeError(f"{name} is neither resnet34 nor wrn-d-w with d = 10, 16, 22, ...")
     return name
 
 
 def build(name, num_classes, bn_momentum=0.001, quirk=False):
+    if name == "resnet34":
+        return ResNet34(num_classes, bn_momentum)
     _, depth, width = network(name).split("-")
     return WideResNet(int(depth), int(width), num_classes, bn_momentum, quirk)
 

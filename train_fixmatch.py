@@ -28,16 +28,20 @@ from bilevel import full_unroll, omega_gradient, remember
 
 def flags(p):
     g = p.add_argument_group("FixMatch")
-    g.add_argument("--tau", type=common.number(float, 0, 1), default=0.95,
-                   help="confidence from which a pseudo-label counts (default: 0.95)")
+    g.add_argument("--tau", type=common.number(float, 0, 1),
+                   help="confidence from which a pseudo-label counts *")
     g.add_argument("--lambda_u", type=common.number(float, 0), default=1.0,
                    help="weight of the unlabeled loss (default: 1)")
     g.add_argument("--n_strong", type=common.number(int, 1, 16),
                    help="strong views of each unlabeled image *")
     g.add_argument("--ra_n", type=common.number(int, 0, 16), default=3,
                    help="RandAugment: operations per image (default: 3)")
-    g.add_argument("--ra_m", type=common.number(float, 0, 30), default=4.0,
-                   help="RandAugment: strength, 0 to 30 (default: 4)")
+    g.add_argument("--ra_m", type=strength, metavar="M",
+                   help="RandAugment: strength, 0 to 30, or `random`: drawn for each operation *")
+
+
+def strength(text):
+    return text if text == "random" else common.number(float, 0, 30)(text)
 
 
 def config(argv=None):
@@ -66,11 +70,13 @@ def main(argv=None):
     device = common.pick_device(cfg)
     dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
     index_l, index_u = data.split(dataset, cfg)
+    cfg.facts = dataset.facts                 # for prediction without the dataset
     folder, checkpoint = common.open_run(cfg, schedule=False)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
-    stream_u = data.IndexStream(index_u, cfg.batch_size, cfg.seed, "unlabeled")
+    stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")
     stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed)
+    dataset.read_ahead(stream_l, stream_u, stream_b)
 
     # ------------------------------------------------------------------------ model, optimizers
     torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
@@ -211,7 +217,8 @@ def main(argv=None):
         due = done % cfg.eval_every == 0
         if due or done == cfg.iters:
             progress.pause()
-            result = evaluate.on_test_set(ema.model, dataset, normalise)
+            result = evaluate.on_test_set(ema.model, dataset, normalise,
+                                          attractor if cfg.method != "none" else None)
             history.append({"iter": done} | tally.averages() | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
             if due:                 # a last row off the grid is dropped if the run is made longer

@@ -77,11 +77,13 @@ def main(argv=None):
     device = common.pick_device(cfg)
     dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
     index_l, index_u = data.split(dataset, cfg)
+    cfg.facts = dataset.facts                 # for prediction without the dataset
     folder, checkpoint = common.open_run(cfg)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
-    stream_u = data.IndexStream(index_u, cfg.batch_size, cfg.seed, "unlabeled")
+    stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")
     stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed)
+    dataset.read_ahead(stream_l, stream_u, stream_b)
 
     # ------------------------------------------------------------------------ model, optimizers
     torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
@@ -228,7 +230,8 @@ def main(argv=None):
         due = done % cfg.eval_every == 0
         if due or done == cfg.iters:
             progress.pause()
-            result = evaluate.on_test_set(ema.model, dataset, normalise)
+            result = evaluate.on_test_set(ema.model, dataset, normalise,
+                                          attractor if cfg.method != "none" else None)
             history.append({"iter": done} | tally.averages() | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
             if due:                 # a last row off the grid is dropped if the run is made longer

@@ -87,6 +87,7 @@ class CReST(Method):
         # The first generation is the base method, batch for batch.
         purpose = f"labeled {self.generation}" if self.generation else "labeled"
         self.stream = data.IndexStream(index, run.cfg.batch_size, run.cfg.seed, purpose)
+        run.dataset.read_ahead(self.stream)
 
     def get_extra_state(self):                           # saved with the buffers
         return self.generation

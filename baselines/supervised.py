@@ -25,6 +25,7 @@ class Resampling(Method):
         super().__init__(run)
         self.stream = data.BalancedStream(run.index_l, run.dataset.labels[run.index_l],
                                           run.cfg.batch_size, run.cfg.seed)
+        run.dataset.read_ahead(self.stream)
 
     def labeled(self, step):
         index = self.stream.batch(step)
@@ -41,6 +42,7 @@ class UpperBound(Method):
             raise common.UserError("--method upper_bound needs the true labels of the unlabeled "
                                    "images, and this dataset has none; choose another --method")
         self.stream = data.IndexStream(everything, run.cfg.batch_size, run.cfg.seed, "labeled")
+        run.dataset.read_ahead(self.stream)
 
     def labeled(self, step):
         index = self.stream.batch(step)

@@ -37,8 +37,8 @@ METHODS = {"supervised": SUPERVISED, "pseudolabel": {"none": Method},
 
 def pseudolabel_flags(p):
     g = p.add_argument_group("pseudo-labels")
-    g.add_argument("--tau", type=common.number(float, 0, 1), default=0.95,
-                   help="confidence from which a pseudo-label counts (default: 0.95)")
+    g.add_argument("--tau", type=common.number(float, 0, 1),
+                   help="confidence from which a pseudo-label counts *")
     g.add_argument("--lambda_u", type=common.number(float, 0), default=1.0,
                    help="weight of the unlabeled loss after its ramp (default: 1)")
 
@@ -73,9 +73,11 @@ def main(argv=None):
     device = common.pick_device(cfg)
     dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
     index_l, index_u = data.split(dataset, cfg)
+    cfg.facts = dataset.facts                 # for prediction without the dataset
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
-    stream_u = data.IndexStream(index_u, cfg.batch_size, cfg.seed, "unlabeled")
+    stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")
+    dataset.read_ahead(stream_l, stream_u)
 
     # -------------------------------------------------------------------------- model, optimizer
     torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here

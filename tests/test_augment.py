@@ -125,7 +125,7 @@ def test_translation_next_to_half_a_pixel(name):
         np.testing.assert_array_equal(ours, np.stack([pil(img, name, v, None) for img in a]))
 
 
-@pytest.mark.parametrize("m", [4, 14, None])
+@pytest.mark.parametrize("m", [4, 14, "random"])
 def test_layers_equal_pil_one_after_the_other(m):
     """Every image gets its own n operations, in order, whatever its neighbours get."""
     x, N = batch(), 64
@@ -178,7 +178,7 @@ def test_a_fixed_level_gives_the_strength_of_the_range(m):
 
 
 def test_a_random_level_varies_by_image_and_operation():
-    op, v, _ = augment.draw((8000, 3, 32, 32), np.random.default_rng(6), 2, None, (0, 1))
+    op, v, _ = augment.draw((8000, 3, 32, 32), np.random.default_rng(6), 2, "random", (0, 1))
     for k, name in enumerate(augment.NAMES):
         (lo, hi), got = RANGES[name], np.abs(v[op == k])
         if hi == 0:
@@ -276,7 +276,7 @@ def test_cutout_is_one_square_with_uniform_centre(h, w):
 # the promises of both views
 
 VIEWS = {"weak": augment.weak, "strong": augment.strong,
-         "random level": lambda *a, **k: augment.strong(*a, m=None, **k),
+         "random level": lambda *a, **k: augment.strong(*a, m="random", **k),
          "one layer": lambda *a, **k: augment.strong(*a, n=1, m=10, **k)}
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import common
-from scripts import bench
+from scripts import bench, bench_loader
 
 
 @pytest.fixture
@@ -27,3 +27,10 @@ def test_operations_of_an_iteration_of_the_paper(no_trace):
     args = SimpleNamespace(model="wrn-28-2", batch_size=64, image_size=8)
     none, l2ac = (bench.count_operations(args, m) for m in ("none", "l2ac"))
     assert none < l2ac <= 1500
+
+
+def test_the_loader_benchmark_runs(capsys):
+    bench_loader.main("--counts 100 120 --side 8 --model wrn-10-1 --batch_size 4 --image_size 8 "
+                      "--iters 3 --json".split())
+    for result in json.loads(capsys.readouterr().out).values():
+        assert result["seconds"] > 0 and 0 <= result["waiting"] < 1 and result["memory"] > 0

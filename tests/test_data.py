@@ -1,7 +1,4 @@
 """Class counts of the paper's tables, what a split holds, streams as pure functions of the step."""
-import io
-import pickle
-import tarfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,21 +28,61 @@ def test_long_tailed_counts(setting):
     assert data.class_counts(n_max, 10, gamma, reverse=True) == expected[::-1]
 
 
-@pytest.mark.parametrize("n_max,gamma,total", [(150, 10, 5835), (150, 20, 4741), (300, 10, 11720),
-                                               (300, 20, 9527)])
-def test_totals_for_a_hundred_classes(n_max, gamma, total):
-    assert sum(data.class_counts(n_max, 100, gamma)) == total
+HUNDRED = {  # the same for a hundred classes
+    (150, 10): """
+        150 146 143 139 136 133 130 127 124 121 118 116 113 110 108 105 103 101 98 96
+        94 92 89 87 85 83 81 80 78 76 74 72 71 69 68 66 64 63 61 60
+        59 57 56 55 53 52 51 50 49 47 46 45 44 43 42 41 40 39 38 38
+        37 36 35 34 33 33 32 31 30 30 29 28 28 27 26 26 25 25 24 23
+        23 22 22 21 21 20 20 19 19 18 18 18 17 17 16 16 16 15 15 15""",
+    (150, 20): """
+        150 145 141 136 132 128 125 121 117 114 110 107 104 101 98 95 92 89 87 84
+        81 79 77 74 72 70 68 66 64 62 60 58 56 55 53 52 50 48 47 46
+        44 43 42 40 39 38 37 36 35 34 33 32 31 30 29 28 27 26 25 25
+        24 23 22 22 21 20 20 19 19 18 18 17 16 16 15 15 15 14 14 13
+        13 12 12 12 11 11 11 10 10 10 9 9 9 8 8 8 8 7 7 7""",
+    (300, 10): """
+        300 293 286 279 273 267 260 254 249 243 237 232 226 221 216 211 206 202 197 192
+        188 184 179 175 171 167 163 160 156 152 149 145 142 139 136 132 129 126 123 121
+        118 115 112 110 107 105 102 100 98 95 93 91 89 87 85 83 81 79 77 76
+        74 72 70 69 67 66 64 63 61 60 58 57 56 54 53 52 51 50 48 47
+        46 45 44 43 42 41 40 39 38 37 36 36 35 34 33 32 32 31 30 30""",
+    (300, 20): """
+        300 291 282 273 265 257 250 242 235 228 221 215 208 202 196 190 184 179 174 168
+        163 158 154 149 145 140 136 132 128 124 121 117 113 110 107 104 100 97 95 92
+        89 86 84 81 79 76 74 72 70 68 66 64 62 60 58 56 55 53 51 50
+        48 47 45 44 43 41 40 39 38 37 36 34 33 32 31 31 30 29 28 27
+        26 25 25 24 23 22 22 21 20 20 19 19 18 17 17 16 16 15 15 15""",
+}
+TOTALS = {(1500, 50): 4196, (1500, 100): 3720, (1500, 150): 3496, (3000, 1): 30000,
+          (3000, 50): 8397, (3000, 100): 7443, (3000, 150): 6996, (450, 10): 1835, (450, 20): 1528,
+          (150, 10): 5835, (150, 20): 4741, (300, 10): 11720, (300, 20): 9527}
+
+
+@pytest.mark.parametrize("setting", HUNDRED)
+def test_a_hundred_classes(setting):
+    expected = [int(n) for n in HUNDRED[setting].split()]
+    assert data.class_counts(setting[0], 100, setting[1]) == expected
+    assert data.class_counts(setting[0], 100, setting[1], reverse=True) == expected[::-1]
+
+
+def test_totals():
+    for (n_max, gamma), total in TOTALS.items():
+        num_classes = 100 if (n_max, gamma) in HUNDRED else 10
+        assert sum(data.class_counts(n_max, num_classes, gamma)) == total
 
 
 def test_step_counts():
     assert data.class_counts(1500, 10, 100, "step") == [1500] * 5 + [15] * 5
     assert data.class_counts(3000, 10, 100, "step", reverse=True) == [30] * 5 + [3000] * 5
+    assert data.class_counts(3000, 10, 1, "step") == [3000] * 10
     assert data.class_counts(9, 3, 3, "step") == [9, 3, 3]
 
 
 def flags(**changes):
     return SimpleNamespace(**(dict(n1=30, m1=60, gamma_l=10, gamma_u=5, reverse_u=False,
-                                   imbalance="long", split="random", pool="disjoint", seed=0)
+                                   imbalance="long", split="random", pool="disjoint", seed=0,
+                                   beta=None, ratio=None)
                               | changes))
 
 
@@ -81,6 +118,91 @@ def test_random_split_depends_on_the_seed_and_first_does_not(dataset):
     expected = [np.flatnonzero(dataset.labels == k)[:n]
                 for k, n in enumerate(data.class_counts(30, 10, 10))]
     assert np.array_equal(first, np.concatenate(expected))
+
+
+def like(sizes, unlabeled=0):
+    """A dataset with `sizes` labeled images of each class; only its labels are real."""
+    labels = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.full(unlabeled, -1)])
+    names = [f"name {k}" for k in range(len(sizes))]
+    return data.Dataset(None, labels, None, None, names, None, None)
+
+
+def totals(dataset, **changes):
+    """[labeled of each class], [unlabeled of each class], unlabeled without a label"""
+    labeled, unlabeled = data.split(dataset, flags(**changes))
+    known = dataset.labels[unlabeled]
+    K = dataset.num_classes
+    return (np.bincount(dataset.labels[labeled], minlength=K).tolist(),
+            np.bincount(known[known >= 0], minlength=K).tolist(), int((known < 0).sum()))
+
+
+CIFAR10 = dict(n1=1500, m1=3000, gamma_l=100)
+
+
+@pytest.mark.parametrize("changes,expected", [
+    (dict(gamma_u=100), "4500 2697 1617 969 580 348 208 124 75 45"),
+    (dict(gamma_l=150, gamma_u=150), "4500 2578 1477 846 484 277 159 90 51 30"),
+    (dict(gamma_u=1), "4500 3899 3539 3323 3193 3116 3069 3041 3025 3015"),
+    (dict(gamma_u=100, reverse_u=True), "1530 949 622 462 425 503 715 1119 1823 3015")])
+def test_union_pools_of_cifar10(changes, expected):
+    _, unlabeled, _ = totals(like([5000] * 10), **CIFAR10 | changes, pool="union")
+    assert unlabeled == [int(n) for n in expected.split()]
+
+
+@pytest.mark.parametrize("gamma,disjoint,union", [(10, 11720, 17555), (20, 9527, 14268)])
+def test_pools_of_cifar100(gamma, disjoint, union):
+    setting = dict(n1=150, m1=300, gamma_l=gamma, gamma_u=gamma)
+    cifar100 = like([500] * 100)
+    assert sum(totals(cifar100, **setting)[1]) == disjoint
+    assert sum(totals(cifar100, **setting, pool="union")[1]) == union
+
+
+def test_step_imbalance():
+    labeled, unlabeled, _ = totals(like([5000] * 10), **CIFAR10, gamma_u=100, imbalance="step")
+    assert labeled == [1500] * 5 + [15] * 5 and unlabeled == [3000] * 5 + [30] * 5
+    assert (sum(labeled), sum(unlabeled)) == (7575, 15150)
+    labeled, unlabeled, _ = totals(like([5000] * 10), **CIFAR10, gamma_u=1, imbalance="step")
+    assert (sum(labeled), sum(unlabeled)) == (7575, 30000)
+
+
+@pytest.mark.parametrize("gamma,labels", [(10, 1835), (20, 1528)])
+def test_stl10_takes_the_whole_unlabeled_split(gamma, labels):
+    stl10 = like([500] * 10, unlabeled=100_000)
+    setting = dict(n1=450, gamma_l=gamma, m1=None, gamma_u=None)
+    labeled, known, unknown = totals(stl10, **setting)
+    assert sum(labeled) == labels and sum(known) == 0 and unknown == 100_000
+    labeled, known, unknown = totals(stl10, **setting, pool="union")
+    assert sum(known) + unknown == 100_000 + labels
+
+
+def test_label_ratio_on_cifar10():
+    """N_1 + M_1 are the 5,000 images of the first class; no class is left without a label."""
+    setting = dict(n1=None, m1=None, gamma_l=100, gamma_u=100)
+    labeled, unlabeled, _ = totals(like([5000] * 10), **setting, beta=0.01)
+    assert labeled == [50, 30, 18, 11, 6, 4, 2, 1, 1, 1]          # by hand: 29.97, 17.97, ...
+    assert unlabeled[0] == 4950 and unlabeled[-1] == 50           # 49.5, half up
+    for beta, first, last in ((0.05, 250, 3), (0.1, 500, 5), (0.2, 1000, 10), (0.3, 1500, 15)):
+        labeled, unlabeled, _ = totals(like([5000] * 10), **setting, beta=beta)
+        assert (labeled[0], labeled[-1], unlabeled[0]) == (first, last, 5000 - first)
+
+
+@pytest.mark.parametrize("beta,first,last", [(0.05, 25, 3), (0.1, 50, 5), (0.2, 100, 10),
+                                             (0.4, 200, 20), (0.6, 300, 30)])
+def test_label_ratio_on_stl10(beta, first, last):
+    """beta = N_1 / 500; the paper names 25 and 3 for 5 %."""
+    labeled, known, unknown = totals(like([500] * 10, 1000), n1=None, m1=None, gamma_l=10,
+                                     gamma_u=None, beta=beta)
+    assert (labeled[0], labeled[-1], sum(known), unknown) == (first, last, 0, 1000)
+
+
+def test_ratio_divides_every_class_alike():
+    """SUN397 without its test images: classes of 50 to 2,311 pictures, M_k / N_k = 2."""
+    none = dict(n1=None, m1=None, gamma_l=None, gamma_u=None)
+    assert totals(like([50, 2311, 51]), **none, ratio=2) == ([16, 770, 17], [34, 1541, 34], 0)
+    with pytest.raises(data.DataError, match="--ratio"):
+        data.split(like([50, 60]), flags(ratio=2))
+    with pytest.raises(data.DataError, match="class 1 .name 1."):
+        data.split(like([50, 2]), flags(**none, ratio=2))
 
 
 def test_take(dataset):
@@ -181,48 +303,20 @@ def test_npz_in_the_data_folder_stands_for_cifar10(tmp_path):
     assert abs(d.images.numpy() - means).max() <= 0.5
 
 
-def write_cifar10_archive(folder, a):
-    """cifar-10-python.tar.gz as it is distributed: pickled batches of rows R..G..B.."""
-    def rows(x):
-        return x.transpose(0, 3, 1, 2).reshape(len(x), -1)
-    files = {f"data_batch_{i + 1}": {"data": rows(a["x_train"][i::5]),
-                                     "labels": a["y_train"][i::5].tolist()} for i in range(5)}
-    files["test_batch"] = {"data": rows(a["x_test"]), "labels": a["y_test"].tolist()}
-    files["batches.meta"] = {"label_names": data.CIFAR10}
-    with tarfile.open(folder / "cifar-10-python.tar.gz", "w:gz") as tar:
-        for name, content in files.items():
-            blob = pickle.dumps(content)
-            info = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
-            info.size = len(blob)
-            tar.addfile(info, io.BytesIO(blob))
-    with tarfile.open(folder / "cifar-10-python.tar.gz") as tar:
-        tar.extractall(folder, filter="data")
-
-
-def test_cifar10_through_torchvision(tmp_path, monkeypatch):
-    from torchvision.datasets import CIFAR10
-    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)   # the real one's md5
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    a = arrays(20, 32, 10)
-    write_cifar10_archive(tmp_path, a)
-    d = data.load("cifar10", tmp_path)
-    order = np.concatenate([np.arange(i, 20, 5) for i in range(5)])
-    assert np.array_equal(d.images.permute(0, 2, 3, 1).numpy(), a["x_train"][order])
-    assert d.labels.tolist() == a["y_train"][order].tolist()
-    assert np.array_equal(d.test_images.permute(0, 2, 3, 1).numpy(), a["x_test"])
-
-
 @pytest.mark.parametrize("change,message", [
     (dict(x_train=None), "lacks the array x_train"),
     (dict(x_train=np.zeros((20, 12, 12, 3))), "must be uint8"),
-    (dict(x_test=np.zeros((20, 12, 12), np.uint8)), "must be uint8"),
+    (dict(x_test=np.zeros((20, 12, 12, 2), np.uint8)), "must be uint8"),
+    (dict(x_test=np.zeros((20, 12), np.uint8)), "must be uint8"),
     (dict(x_test=np.zeros((20, 9, 9, 3), np.uint8)), "another size"),
     (dict(y_train=np.arange(19)), "20 class numbers"),
     (dict(y_train=np.arange(20) - 1), "20 class numbers"),
     (dict(y_train=np.zeros(20)), "20 class numbers"),
     (dict(y_test=np.arange(20)), "classes that y_train lacks"),
     (dict(y_train=np.arange(20) % 4 * 2), "no image of class 1"),
+    (dict(y_train=np.arange(20) % 4 * 2, names=np.array(["a", "b"])), "class 1 .b."),
     (dict(names=np.array(["a", "b"])), "2 class names"),
+    (dict(y_train=np.zeros(20, int), y_test=np.zeros(20, int)), "at least two classes"),
     (dict(x_train=np.zeros((20, 12, 5, 3), np.uint8)), "at least 8 x 8"),
 ])
 def test_wrong_npz_files_are_named(tmp_path, change, message):

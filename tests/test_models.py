@@ -26,6 +26,30 @@ def test_features_and_classifier(name, size, width):
     torch.testing.assert_close(model(x), z @ model.classifier.weight.T + model.classifier.bias)
 
 
+def test_resnet34_is_torchvisions():
+    from torchvision.models import resnet34
+    ours, theirs = models.build("resnet34", 1000, 0.1), resnet34()
+    assert sum(p.numel() for p in ours.parameters()) == 21_797_672       # its published size
+    weights = {k.removeprefix("network."): v for k, v in ours.state_dict().items()}
+    weights = {k.replace("classifier", "fc"): v for k, v in weights.items()}
+    theirs.load_state_dict(weights, strict=False)                        # it also counts batches
+    x = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+    z = ours.features(x)
+    assert z.shape == (2, 512)
+    torch.testing.assert_close(ours(x), z @ ours.classifier.weight.T + ours.classifier.bias)
+
+
+def test_resnet34_and_its_running_statistics():
+    model, x = models.build("resnet34", 5, 0.25), torch.randn(4, 3, 32, 32)
+    expected = 0.25 * model.network.conv1(x).mean((0, 2, 3))             # from zero, by one batch
+    with torch.no_grad(), models.frozen_bn_stats(model):
+        frozen = model(x)
+    assert not any(b.any() for n, b in model.named_buffers() if "mean" in n)
+    torch.testing.assert_close(frozen, model(x))
+    torch.testing.assert_close(model.network.bn1.running_mean, expected)
+
+
 @pytest.mark.parametrize("name", ["wrn-28", "wrn-27-2", "wrn-4-2", "wrn-28-0", "resnet", "",
                                   "wrn-28-2x", "wrn-28-101"])
 def test_names_that_are_no_network(name):

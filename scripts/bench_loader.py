@@ -1,0 +1,109 @@
+"""Pictures on file: do the background threads keep up, and does the memory stay bounded?
+
+    python -m scripts.bench_loader                  folders of 2,000 and 20,000 generated pictures
+    python -m scripts.bench_loader --counts 200 400 --iters 3 --model wrn-10-1      a quick look
+
+Each folder is trained on by train_fixmatch.py (L2AC, two strong views) in a process of its own,
+with nothing held in memory. Waiting: the share of an iteration spent in collecting pictures.
+"""
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+import common
+import models
+import readers
+import train_fixmatch
+
+
+def generate(folder, count, side):
+    """PNG noise, which compresses badly: ten classes, a tenth as many test pictures."""
+    g = np.random.default_rng(0)
+    for part, number in (("train", count * 3 // 10), ("unlabeled", count * 6 // 10),
+                         ("test", count // 10)):
+        for i in range(number):
+            place = folder / part / (f"class {i % 10}" if part != "unlabeled" else "")
+            place.mkdir(parents=True, exist_ok=True)
+            pixels = g.integers(0, 64, (side, side, 3), dtype=np.uint8) + np.uint8(19 * (i % 10))
+            Image.fromarray(pixels).save(place / f"{i}.png")
+
+
+class Stopwatch(common.Watch):
+    """The training loop shows its losses to a Watch once per iteration."""
+    times, waits = [], []
+
+    def see(self, step, losses):
+        self.times.append(time.perf_counter())
+        self.waits.append(0.0)
+        super().see(step, losses)
+
+
+class Timed(readers.Pictures):
+    def __getitem__(self, index):
+        begin = time.perf_counter()
+        rows = super().__getitem__(index)
+        if Stopwatch.waits:
+            Stopwatch.waits[-1] += time.perf_counter() - begin
+        return rows
+
+
+def train(args, folder, out):
+    """In a process of its own: one run, its seconds per iteration and those spent waiting."""
+    readers.MEMORY, readers.Pictures, common.Watch = 0, Timed, Stopwatch
+    train_fixmatch.main([
+        "--dataset", folder, "--model", args.model, "--batch_size", str(args.batch_size),
+        "--image_size", str(args.image_size), "--iters", str(args.iters), "--eval_every",
+        str(args.iters), "--device", "cpu", "--threads", "1", "--out", out])
+    seconds, waits = np.diff(Stopwatch.times).tolist(), Stopwatch.waits[:-1]   # without the first
+    (Path(out) / "waits.json").write_text(json.dumps([seconds, waits]))
+
+
+def measure(args, count, scratch):
+    folder, out = Path(scratch) / f"pictures {count}", Path(scratch) / f"run {count}"
+    generate(folder, count, args.side)
+    command = [sys.executable, "-m", "scripts.bench_loader", "--worker", str(folder), str(out)]
+    for flag in ("model", "batch_size", "image_size", "iters"):
+        command += [f"--{flag}", str(getattr(args, flag))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL,
+                   env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)})    # see bench.py
+    seconds, waits = json.loads((out / "waits.json").read_text())
+    return {"seconds": statistics.median(seconds), "waiting": sum(waits) / sum(seconds),
+            "memory": json.loads((out / "result.json").read_text())["peak_memory_mb"]}
+
+
+def main(argv=None):
+    p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("--counts", type=common.number(int, 100), nargs="+", default=[2000, 20000])
+    p.add_argument("--side", type=common.number(int, 8), default=64, help="of a picture on file")
+    p.add_argument("--model", type=models.network, default="wrn-16-2")
+    p.add_argument("--batch_size", type=common.number(int, 2), default=64)
+    p.add_argument("--image_size", type=common.number(int, 8, 1024), default=32)
+    p.add_argument("--iters", type=common.number(int, 3), default=15)
+    p.add_argument("--json", action="store_true")
+    p.add_argument("--worker", nargs=2, help=common.argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    if args.worker:
+        return train(args, *args.worker)
+    with tempfile.TemporaryDirectory() as scratch:
+        results = {count: measure(args, count, scratch) for count in args.counts}
+    if args.json:
+        return print(json.dumps(results))
+    print(f"{args.model}, batch {args.batch_size}, {args.side} px on file, {args.image_size} px in "
+          f"the network, one thread, {args.iters - 1} iterations\n"
+          f"{'pictures':>10}{'s/iteration':>13}{'waiting':>9}{'peak MB':>9}")
+    for count, r in results.items():
+        print(f"{count:>10}{r['seconds']:>13.3f}{r['waiting']:>9.1%}{r['memory']:>9.0f}")
+    memory = [r["memory"] for r in results.values()]
+    print(f"peak memory, largest / smallest: {max(memory) / min(memory):.2f}")
+
+
+if __name__ == "__main__":
+    common.exit_cleanly(main, readers.DataError)

@@ -1,0 +1,427 @@
+"""Archives in their real formats, folders of pictures of every kind, decoding ahead of use."""
+import hashlib
+import io
+import pickle
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+
+import data
+import readers
+
+G = np.random.default_rng(0)
+
+
+def noise(*shape):
+    return G.integers(0, 256, shape, dtype=np.uint8)
+
+
+# ---------------------------------------------------------------------------------------------
+# the archives, written as they are distributed; only the checksums that torchvision expects are
+# those of the small files
+
+
+def write_tar(path, files):
+    """files: {name: bytes}. Returns the checksum of the archive and those of the files."""
+    with tarfile.open(path, "w:gz") as tar:
+        for name, blob in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(blob)
+            tar.addfile(info, io.BytesIO(blob))
+    sums = {name.split("/")[-1]: hashlib.md5(blob).hexdigest() for name, blob in files.items()}
+    return hashlib.md5(path.read_bytes()).hexdigest(), sums
+
+
+def expect_sums(monkeypatch, reader, archive, sums):
+    monkeypatch.setattr(reader, "tgz_md5", archive)
+    for part in ("train_list", "test_list"):
+        listed = [[name, sums[name]] for name, _ in getattr(reader, part)]
+        monkeypatch.setattr(reader, part, listed)
+    if hasattr(reader, "meta"):
+        monkeypatch.setattr(reader, "meta", reader.meta | {"md5": sums[reader.meta["filename"]]})
+
+
+def pickled(x, y, key):
+    """A CIFAR batch: rows of all red, all green, all blue values."""
+    return pickle.dumps({"data": x.transpose(0, 3, 1, 2).reshape(len(x), -1), key: y.tolist()})
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no network")
+    monkeypatch.setattr("torchvision.datasets.utils._urlretrieve", fail)
+
+
+@pytest.fixture
+def cifar10(tmp_path, monkeypatch, offline):
+    x, y = noise(20, 32, 32, 3), np.arange(20) % 10
+    files = {f"data_batch_{i + 1}": pickled(x[i::5], y[i::5], "labels") for i in range(5)}
+    files |= {"test_batch": pickled(x[:10], y[:10], "labels"),
+              "batches.meta": pickle.dumps({"label_names": data.CIFAR10})}
+    files = {f"cifar-10-batches-py/{name}": blob for name, blob in files.items()}
+    path = tmp_path / "cifar-10-python.tar.gz"
+    expect_sums(monkeypatch, datasets.CIFAR10, *write_tar(path, files))
+    return path, x, y
+
+
+def test_cifar10(cifar10):
+    path, x, y = cifar10
+    d = data.load("cifar10", path.parent)
+    order = np.concatenate([np.arange(i, 20, 5) for i in range(5)])
+    assert np.array_equal(d.images.permute(0, 2, 3, 1).numpy(), x[order])
+    assert d.labels.tolist() == y[order].tolist() and d.names[3] == "cat"
+    assert np.array_equal(d.test_images.permute(0, 2, 3, 1).numpy(), x[:10])
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:len(b) // 2], lambda b: b"", lambda b: b + b"x"])
+def test_a_broken_archive_is_one_sentence(cifar10, damage):
+    path, _, _ = cifar10
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(data.DataError, match="complete cifar-10-python.tar.gz") as error:
+        data.load("cifar10", path.parent)
+    assert "\n" not in str(error.value) and str(path.parent) in str(error.value)
+
+
+def test_cifar100(tmp_path, monkeypatch, offline):
+    x, y, names = noise(200, 32, 32, 3), np.arange(200) % 100, [f"thing {k}" for k in range(100)]
+    files = {"train": pickled(x, y, "fine_labels"), "test": pickled(x[:100], y[:100], "fine_labels"),
+             "meta": pickle.dumps({"fine_label_names": names})}
+    files = {f"cifar-100-python/{name}": blob for name, blob in files.items()}
+    sums = write_tar(tmp_path / "cifar-100-python.tar.gz", files)
+    expect_sums(monkeypatch, datasets.CIFAR100, *sums)
+    d = data.load("cifar100", tmp_path)
+    assert np.array_equal(d.images.permute(0, 2, 3, 1).numpy(), x)
+    assert d.labels.tolist() == y.tolist() and d.names == names
+    assert d.mean == (0.5071, 0.4867, 0.4408)
+
+
+def column_first(x):
+    """STL-10's binaries: all red, all green, all blue, each column by column."""
+    return x.transpose(0, 3, 2, 1).tobytes()
+
+
+@pytest.fixture
+def stl10(tmp_path, monkeypatch, offline):
+    x, y = noise(55, 96, 96, 3), np.arange(20) % 10
+    files = {"train_X.bin": column_first(x[:20]), "train_y.bin": (y + 1).astype(np.uint8).tobytes(),
+             "test_X.bin": column_first(x[20:30]), "test_y.bin": bytes(range(1, 11)),
+             "unlabeled_X.bin": column_first(x[30:])}
+    files = {f"stl10_binary/{name}": blob for name, blob in files.items()}
+    sums = write_tar(tmp_path / "stl10_binary.tar.gz", files)
+    expect_sums(monkeypatch, datasets.STL10, *sums)
+    return tmp_path, x, y
+
+
+def test_stl10(stl10):
+    folder, x, y = stl10
+    d = data.load("stl10", folder, image_size=32)
+    small = x.reshape(55, 32, 3, 32, 3, 3).mean((2, 4)).transpose(0, 3, 1, 2)   # means of 3 x 3
+    assert abs(d.images.numpy() - small[np.r_[:20, 30:55]]).max() <= 0.5
+    assert abs(d.test_images.numpy() - small[20:30]).max() <= 0.5
+    assert d.labels.tolist() == y.tolist() + [-1] * 25 and d.names[7] == "monkey"
+    assert d.test_labels.tolist() == list(range(10))
+
+
+def test_a_truncated_stl10_file(stl10):
+    folder, _, _ = stl10
+    data.load("stl10", folder, image_size=32)                # unpacks
+    (folder / "stl10_binary/unlabeled_X.bin").write_bytes(b"short")
+    (folder / "stl10_binary.tar.gz").unlink()
+    with pytest.raises(data.DataError, match="complete stl10_binary.tar.gz"):
+        data.load("stl10", folder, image_size=32)
+
+
+def jpeg(array, **save):
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "JPEG", **save)
+    return file.getvalue()
+
+
+SUN = {"/a/abbey": 53, "/b/beach": 60, "/c/cave/inside": 56}
+
+
+@pytest.fixture
+def sun397(tmp_path, monkeypatch, offline):
+    """SUN397/<letter>/<class>/sun_*.jpg and the list of classes."""
+    files = {f"SUN397{c}/sun_{c[1]}{i:03}.jpg": jpeg(np.full((9, 12, 3), 40 * k + i, np.uint8))
+             for k, (c, n) in enumerate(SUN.items()) for i in range(n)}
+    files["SUN397/ClassName.txt"] = "".join(f"{c}\n" for c in SUN).encode()
+    archive, _ = write_tar(tmp_path / "SUN397.tar.gz", files)
+    monkeypatch.setattr(datasets.SUN397, "_DATASET_MD5", archive)
+    return tmp_path
+
+
+@pytest.mark.parametrize("memory", [0, 2**30])
+def test_sun397(sun397, memory, monkeypatch):
+    monkeypatch.setattr(readers, "MEMORY", memory)
+    d = data.load("sun397", sun397, image_size=8)
+    assert torch.is_tensor(d.images) == (memory > 0)
+    assert d.names == ["abbey", "beach", "cave/inside"]
+    assert d.test_labels.tolist() == [0] * 50 + [1] * 50 + [2] * 50
+    assert np.bincount(d.labels).tolist() == [3, 10, 6]
+    grey = [d.images[:].float().mean((1, 2, 3)), d.test_images[:].float().mean((1, 2, 3))]
+    number = torch.cat(grey) - 40 * torch.cat([torch.from_numpy(d.labels), d.test_labels])
+    for k, n in enumerate(SUN.values()):          # every picture once, in training or in testing
+        mine = torch.cat([torch.from_numpy(d.labels), d.test_labels]) == k
+        assert sorted(number[mine].round().tolist()) == list(range(n))
+
+
+def test_a_sun397_with_too_few_pictures(sun397):
+    data.load("sun397", sun397, image_size=8)                # unpacks
+    for path in list((sun397 / "SUN397/a/abbey").iterdir())[:5]:
+        path.unlink()
+    with pytest.raises(data.DataError, match="class abbey has 48"):
+        data.load("sun397", sun397, image_size=8)
+    (sun397 / "SUN397/ClassName.txt").unlink()
+    with pytest.raises(data.DataError, match="sun397"):
+        data.load("sun397", sun397, image_size=8)
+
+
+# ---------------------------------------------------------------------------------------------
+# single pictures
+
+
+def picture(tmp_path, image, name="x.png", **save):
+    image.save(tmp_path / name, **save)
+    return readers.decode(tmp_path / name, image.size[::-1])
+
+
+def test_colour_is_left_as_it_is(tmp_path):
+    x = noise(10, 14, 3)
+    assert np.array_equal(picture(tmp_path, Image.fromarray(x)), x.transpose(2, 0, 1))
+
+
+def test_grey_and_bits(tmp_path):
+    x = noise(9, 9)
+    assert np.array_equal(picture(tmp_path, Image.fromarray(x)), np.stack([x] * 3))
+    bits = Image.fromarray(x > 127)
+    assert bits.mode == "1"
+    assert np.array_equal(picture(tmp_path, bits), np.stack([(x > 127) * 255] * 3))
+
+
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
+    x = np.arange(0, 65536, 65535 / 80).round().astype(np.uint16).reshape(9, 9)
+    for name in ("x.png", "x.tif"):
+        ours = picture(tmp_path, Image.fromarray(x), name).astype(float)
+        assert abs(ours - x / 65535 * 255).max() <= 0.5
+    ours = picture(tmp_path, Image.fromarray((x / 65535).astype(np.float32)), "f.tif").astype(float)
+    assert abs(ours - x / 65535 * 255).max() <= 0.51
+
+
+def test_what_is_transparent_becomes_white(tmp_path):
+    colour, alpha = noise(8, 8, 3), noise(8, 8, 1)
+    expected = (colour * (alpha / 255.0) + 255 * (1 - alpha / 255.0)).transpose(2, 0, 1)
+    ours = picture(tmp_path, Image.fromarray(np.concatenate([colour, alpha], 2)))
+    assert abs(ours - expected).max() <= 1
+    ours = picture(tmp_path, Image.fromarray(np.concatenate([colour[..., :1], alpha], 2), "LA"))
+    assert abs(ours - expected[:1]).max() <= 1
+
+
+def test_palettes(tmp_path):
+    image = Image.fromarray(G.integers(0, 3, (8, 8), dtype=np.uint8), "P")
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    colours = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255]], np.uint8)
+    expected = colours[np.asarray(image)].transpose(2, 0, 1)
+    assert np.array_equal(picture(tmp_path, image), expected)
+    assert np.array_equal(picture(tmp_path, image, "x.gif"), expected)
+    ours = picture(tmp_path, image, transparency=1)          # green is see-through
+    white = np.where((np.asarray(image) == 1), 255, expected)
+    assert np.array_equal(ours, white)
+
+
+def test_cmyk(tmp_path):
+    image = Image.new("CMYK", (16, 16), (0, 255, 255, 0))    # magenta and yellow ink: red
+    ours = picture(tmp_path, image, "x.jpg", quality=100).astype(int)
+    assert abs(ours - np.array([255, 0, 0])[:, None, None]).max() <= 2
+
+
+@pytest.mark.parametrize("orientation,turn", [
+    (1, lambda x: x), (2, lambda x: x[:, ::-1]), (3, lambda x: x[::-1, ::-1]),
+    (6, lambda x: np.rot90(x, -1)), (8, lambda x: np.rot90(x))])
+def test_exif_orientation(tmp_path, orientation, turn):
+    x, exif = noise(12, 12, 3), Image.Exif()
+    exif[0x0112] = orientation
+    assert np.array_equal(picture(tmp_path, Image.fromarray(x), exif=exif),
+                          turn(x).transpose(2, 0, 1))
+
+
+def test_a_picture_is_squeezed_whole(tmp_path):
+    """Left half black, right half white, whatever the shape: a crop would show less of one."""
+    x = np.zeros((10, 40, 3), np.uint8)
+    x[:, 20:] = 255
+    for name in ("x.png", "x.jpg"):
+        Image.fromarray(x).save(tmp_path / name)
+        small = readers.decode(tmp_path / name, (8, 8))
+        assert small.shape == (3, 8, 8) and small[..., :3].max() < 30 and small[..., 5:].min() > 225
+
+
+def test_a_large_jpeg_keeps_its_mean(tmp_path):
+    x = np.asarray(Image.fromarray(noise(6, 8, 3)).resize((800, 600), Image.Resampling.BICUBIC))
+    Image.fromarray(x).save(tmp_path / "x.jpg", quality=95)
+    small = readers.decode(tmp_path / "x.jpg", (24, 32)).astype(float)
+    blocks = x.reshape(24, 25, 32, 25, 3).mean((1, 3)).transpose(2, 0, 1)
+    assert abs(small - blocks).mean() < 3
+
+
+# ---------------------------------------------------------------------------------------------
+# folders
+
+
+MODES = ["RGB", "L", "P", "RGBA", "LA", "1", "I;16", "CMYK"]
+
+
+def write_folder(root, classes=("ape", "bee", "cow"), each=12, unlabeled=15, test=4):
+    """Pictures of mixed sizes, modes and formats; the class sets the brightness."""
+    for part, count in (("train", each), ("test", test), ("unlabeled", unlabeled)):
+        for k, name in enumerate(classes):
+            place = root / part / (name if part != "unlabeled" else "")
+            place.mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                h, w = G.integers(9, 40, 2)
+                x = (noise(h, w, 3) // 4 + 60 * k).astype(np.uint8)
+                mode = MODES[i % len(MODES)]
+                suffix = {"CMYK": "jpg", "I;16": "png"}.get(mode, ("png", "PNG")[i % 2])
+                if mode == "RGB":
+                    suffix = ("jpeg", "bmp", "webp")[k]
+                image = (Image.fromarray(x[..., 0].astype(np.uint16) * 257) if mode == "I;16"
+                         else Image.fromarray(x).convert(mode))
+                image.save(place / f"{name}_{i}.{suffix}")
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "own")
+
+
+def test_folder(folder):
+    (folder / "train/ape/notes.txt").write_text("not a picture")
+    (folder / "train/ape/.hidden.png").write_text("not a picture either")
+    d = data.load(str(folder), image_size=10)
+    assert d.names == ["ape", "bee", "cow"] and d.images.shape == (36 + 45, 3, 10, 10)
+    assert d.labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12 + [-1] * 45
+    assert d.test_labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert data.load(str(folder)).images.shape[2:] == (32, 32)
+    first = sorted((folder / "train/ape").glob("ape_*"))[0]
+    assert np.array_equal(d.images[0].numpy(), readers.decode(first, (10, 10)))
+    x = d.images[:36].numpy() / 255
+    assert d.mean == pytest.approx(x.mean((0, 2, 3))) and d.std == pytest.approx(x.std((0, 2, 3)))
+
+
+def test_class_folders_may_be_nested_and_the_test_set_may_lack_a_class(folder):
+    (folder / "train/ape/more").mkdir()
+    (folder / "train/ape/ape_0.jpeg").rename(folder / "train/ape/more/ape_0.jpeg")
+    for path in (folder / "test/ape").iterdir():
+        path.unlink()
+    (folder / "test/ape").rmdir()
+    d = data.load(str(folder), image_size=8)
+    assert d.labels.tolist().count(0) == 12 and d.test_labels.tolist() == [1] * 4 + [2] * 4
+
+
+@pytest.mark.parametrize("damage,message", [
+    (lambda f: (f / "train/bee/bee_0.bmp").write_bytes(b""), "bee_0.bmp cannot be read"),
+    (lambda f: (f / "unlabeled/x.png").write_text("text"), "x.png cannot be read"),
+    (lambda f: (f / "test").rename(f / "tests"), "no folder test"),
+    (lambda f: (f / "train").rename(f / "training"), "no folder train"),
+    (lambda f: (f / "test/ape").rename(f / "test/apes"), "test/apes has no counterpart"),
+    (lambda f: (f / "train/dog").mkdir(), "dog holds no picture"),
+])
+def test_a_folder_that_is_wrong(folder, damage, message):
+    damage(folder)
+    with pytest.raises(data.DataError, match=message) as error:
+        data.load(str(folder), image_size=8)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["bee_1.PNG", "bee_7.jpg"])
+def test_a_truncated_picture_is_named_when_it_is_met(folder, monkeypatch, name):
+    path = folder / "train/bee" / name
+    path.write_bytes(path.read_bytes()[:-40])                # the header is intact
+    with pytest.raises(data.DataError, match=f"{name} cannot be read"):
+        data.load(str(folder), image_size=8)
+    pictures = readers.Pictures(readers.as_paths([path]), (8, 8))
+    with pytest.raises(data.DataError, match=f"{name} cannot be read"):
+        pictures[np.array([0])]
+
+
+# ---------------------------------------------------------------------------------------------
+# decoding ahead
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """40 files; picture i is grey level i."""
+    for i in range(40):
+        Image.new("L", (8, 8), i).save(tmp_path / f"{i:02}.png")
+    return readers.Pictures(readers.as_paths(sorted(tmp_path.iterdir())), (8, 8))
+
+
+def levels(x):
+    return x[:, 0, 0, 0].tolist()
+
+
+def test_pictures_look_like_a_tensor(pictures):
+    assert pictures.shape == (40, 3, 8, 8) and len(pictures) == 40
+    assert levels(pictures[np.array([7, 3, 3, 39])]) == [7, 3, 3, 39]
+    assert levels(pictures[[5, 1]]) == [5, 1] and levels(pictures[35:]) == [35, 36, 37, 38, 39]
+    assert [levels(x) for x in pictures.split(16)] == [list(range(16)), list(range(16, 32)),
+                                                       list(range(32, 40))]
+    assert levels(pictures.in_memory()) == list(range(40))
+
+
+def test_no_more_pictures_are_held_than_needed(pictures):
+    for step in range(30):
+        index = np.arange(step, step + 4) % 40
+        pictures.expect(index)
+        pictures.expect((index + 1) % 40)
+        assert levels(pictures[index]) == index.tolist() and len(pictures.begun) <= 24
+    held = len(pictures.begun)
+    list(pictures.split(5))
+    assert len(pictures.begun) <= max(held, 24)
+
+
+def test_expected_pictures_are_decoded_before_they_are_asked_for(pictures, monkeypatch):
+    decoded, done = [], threading.Event()
+    original = readers.decode
+
+    def decode(path, size):
+        decoded.append(int(path[-6:-4]))
+        if len(decoded) == 8:
+            done.set()
+        return original(path, size)
+    monkeypatch.setattr(readers, "decode", decode)
+    stream = data.IndexStream(np.arange(40), 4, 0, "x")
+    d = data.Dataset(pictures, np.zeros(40, int), pictures, None, ["a", "b"], None, None)
+    d.read_ahead(stream)
+    now, following = stream.draw(0), stream.draw(1)
+    assert np.array_equal(stream.batch(0), now)
+    assert done.wait(10) and sorted(decoded) == sorted([*now, *following])
+    assert levels(d.take(now)[0]) == now.tolist() and len(decoded) == 8
+    assert levels(d.take(stream.batch(1))[0]) == following.tolist()
+
+
+def test_reading_ahead_learns_the_stride(pictures, monkeypatch):
+    """A balanced batch may be needed in every tenth iteration only."""
+    asked = []
+    stream = data.IndexStream(np.arange(40), 2, 0, "x")
+    stream.expect = lambda index: asked.append(index.tolist())
+    for step in (0, 10, 20):
+        stream.batch(step)
+    expected = [0, 1, 10, 20, 20, 30]
+    assert asked == [stream.draw(s).tolist() for s in expected]
+
+
+def test_a_picture_that_is_never_collected_is_dropped(pictures):
+    pictures.expect(np.arange(4), batches=2)                 # room for eight
+    pictures.expect(np.arange(10, 14), batches=2)
+    pictures[np.arange(10, 14)]
+    pictures.expect(np.arange(20, 24), batches=2)            # the collected ones go first
+    assert sorted(pictures.begun) == [0, 1, 2, 3, 20, 21, 22, 23]
+    pictures.expect(np.arange(30, 34), batches=2)
+    assert sorted(pictures.begun) == [20, 21, 22, 23, 30, 31, 32, 33]
