@@ -20,8 +20,8 @@ import evaluate
 import finished
 from common import UserError
 from scripts.drawing import (
-    STYLE, WIDTH, apart, bars, by_setting, class_colours, heat, is_bound, labeled_counts, levels, looks,
-    name_classes, names_of, outlined, panels, place_legend, plt, say, setting_of)
+    STYLE, WIDTH, apart, bars, by_setting, class_colours, heat, is_bound, labeled_counts, levels,
+    looks, name_classes, names_of, outlined, panels, place_legend, plt, say, setting_of)
 from scripts.training_figures import attractor, bias, curves, losses, skew, with_attractor
 
 
