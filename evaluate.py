@@ -224,8 +224,8 @@ def choose_test(labels, num_classes, kind, gamma, seed):
     full = min(len(m) for m in members)
     counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
     if min(counts) < 1:
-        raise data.DataError(f"--gamma_t {gamma:g}: a class would be left without a test image, the "
-                             f"smallest has {full}; choose a smaller one")
+        raise data.DataError(f"--gamma_t {gamma:g}: a class would be left without a test image, "
+                             f"the smallest has {full}; choose a smaller one")
     if kind == "random":
         counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)
     return [i for m, n in zip(members, counts) for i in m[:n]]
