@@ -14,6 +14,11 @@ class Method(nn.Module):
 
     run: what the loop has at hand, by the names it has there; counts (K,) float64: N_k
     An epoch is --eval_every iterations, as in the protocol.
+
+    Several processes (distributed.py): `labeled` and `refine` are asked by every process and about
+    the whole batch, so what a method learns there is the same everywhere. The two losses are means
+    over a process's slice; a method that gathers numbers there passes them through
+    distributed.gather, one that draws there draws for the whole batch and keeps distributed.mine.
     """
 
     # ------------------------------------------------------------------------ before there is a run

@@ -17,14 +17,16 @@ import torch.nn.functional as F
 
 import common
 import data
+import distributed
 import evaluate
 import models
 import train_fixmatch
 import train_mixmatch
 from augment import Normalise, strong, weak
 from baselines import Method, supervised
+from distributed import average_, gather, mine
 from train_fixmatch import fixmatch_losses
-from train_mixmatch import draw_mix, mixmatch_losses, mixup, sharpen
+from train_mixmatch import draw_mix, mixmatch_losses, mixup, own_rows, sharpen
 
 SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervised.UpperBound,
               "resampling": supervised.Resampling, "ldam": supervised.LDAM, "crt": supervised.CRT}
@@ -69,7 +71,9 @@ def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg, method_class = config(argv)
     device = common.pick_device(cfg)
-    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
+    shard = distributed.start(device)
+    dataset = distributed.in_turn(
+        lambda: data.load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
     index_l, index_u = data.split(dataset, cfg)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
@@ -80,10 +84,13 @@ def main(argv=None):
     K = dataset.num_classes
     model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
     method_class.heads(model)
+    if cfg.processes > 1 and device.type == "cuda":
+        model = models.share_statistics(model)
     model = model.to(device, memory_format=torch.channels_last)
     ema = common.EMA(model, cfg.ema)
     optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
-    decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
+    statistics = models.running_statistics(model)
+    decayed = list(model.parameters()) + (statistics if cfg.decay_bn else [])
     features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
     counts = torch.bincount(torch.from_numpy(dataset.labels[index_l]), minlength=K)
     method = method_class(SimpleNamespace(
@@ -96,9 +103,7 @@ def main(argv=None):
     tally = common.Tally(device)
     parts = {"model": model, "ema": ema.model, "optimizer": optimizer, "tally": tally,
              "method": method}
-    start, seconds, history = common.restore(checkpoint, parts, cfg)
-    if checkpoint:
-        common.write_log(folder, history)                     # cuts off later rows
+    start, seconds, history = common.restore(folder, checkpoint, parts, cfg)
 
     def save(step):
         watch.check(step, model, ema.model, method)           # a checkpoint is always a good one
@@ -106,22 +111,25 @@ def main(argv=None):
                                config=vars(cfg))
 
     # -------------------------------------------------------------------------------------- loop
+    # Mixup pairs rows across the slices of several processes: its views are of the whole batch.
+    own, part = (lambda x: x, (0, 1)) if cfg.base == "mixmatch" else (mine, shard)
+
     def view(x, purpose, step):
-        return weak(x, data.rng(cfg.seed, purpose, step), normalise)
+        return weak(x, data.rng(cfg.seed, purpose, step), normalise, part)
 
     common.print_start(cfg, dataset, index_l, index_u, model, device)
     progress = common.Progress(start, cfg.iters, seconds)
     watch = common.Watch()
     for step in range(start, cfg.iters):
         # 1) Batches: pure functions of (seed, step).
-        x_l, y_l = dataset.take(*method.labeled(step))        # (B, 3, H, W), (B,)
+        x_l, y_l = dataset.take(*map(own, method.labeled(step)))   # (B, 3, H, W), (B,)
         x_l = view(x_l, "labeled view", step)
         if cfg.base == "supervised":
             x_u = z_u = None
             y_u, mask, true_u = torch.zeros(3, 0, device=device)               # of no image
         else:
             index_b = stream_u.batch(step)
-            x_u, true_u = dataset.take(index_b)               # (U, 3, H, W), (U,) for the log only
+            x_u, true_u = dataset.take(own(index_b))          # (U, 3, H, W), (U,) for the log only
             x_w = view(x_u, "weak view", step)
 
         # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, loss_u.
@@ -134,7 +142,8 @@ def main(argv=None):
             z = features(torch.cat([x_l, x_w]))               # (B+U, D)
             logits, target = model.classifier(z), y_l         # (B+U, K)
             z_u = z[len(y_l):].detach()
-            p = method.refine(logits[len(y_l):].detach().softmax(1), z_u, index_b, step)
+            p = gather(logits[len(y_l):].detach().softmax(1))   # (U, K) of the whole batch
+            p = mine(method.refine(p, gather(z_u), index_b, step))
             confidence, y_u = p.max(1)                        # (U,), (U,)
             mask = (confidence >= cfg.tau).float()
             _, loss_u = fixmatch_losses(logits, y_l, y_u, mask)
@@ -142,10 +151,12 @@ def main(argv=None):
 
         elif cfg.base == "fixmatch":
             x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0),          # (SU, 3, H, W)
-                         data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m)
+                         data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m,
+                         shard)
             with torch.no_grad(), models.frozen_bn_stats(model):
                 z_u = features(x_w)                           # (U, D)
-                p = method.refine(model.classifier(z_u).softmax(1), z_u, index_b, step)
+                p = gather(model.classifier(z_u).softmax(1))  # (U, K) of the whole batch
+                p = mine(method.refine(p, gather(z_u), index_b, step))
                 confidence, y_u = p.max(1)                    # (U,), (U,)
                 mask = (confidence >= cfg.tau).float()
             z = features(torch.cat([x_l, x_s]))               # (B+SU, D)
@@ -156,13 +167,16 @@ def main(argv=None):
         else:                                                 # MixMatch
             x_v = view(x_u, "second weak view", step)
             with torch.no_grad(), models.frozen_bn_stats(model):
-                z_u, z_v = features(x_w), features(x_v)       # (U, D) each
+                z_u, z_v = features(mine(x_w)), features(mine(x_v))           # (U, D) each
                 guess = sum(model.classifier(z).softmax(1) for z in (z_u, z_v)) / 2
-                q_u = method.refine(sharpen(guess, cfg.temperature), z_u, index_b, step)
-            y_u, mask = q_u.argmax(1), torch.ones(len(q_u), device=device)    # every guess counts
+                q_u = gather(sharpen(guess, cfg.temperature))    # (U, K) of the whole batch
+                q_u = method.refine(q_u, gather(z_u), index_b, step)
             x, q = mixup(torch.cat([x_l, x_w, x_v]),          # (B+2U, 3, H, W), (B+2U, K)
                          torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
                          *draw_mix(cfg, step, len(y_l) + 2 * len(q_u), device))
+            x, q = own_rows(x), own_rows(q)                   # from here on all is a slice again
+            x_l, y_l, x_u, true_u, y_u = map(mine, (x_l, y_l, x_u, true_u, q_u.argmax(1)))
+            mask = torch.ones(len(y_u), device=device)        # every guess counts
             z = features(x)                                   # (B+2U, D)
             logits, target = model.classifier(z), q[:len(y_l)]                 # (B+2U, K), (B, K)
             _, loss_u = mixmatch_losses(logits, q, len(y_l))
@@ -172,6 +186,8 @@ def main(argv=None):
         loss_x = method.supervised_loss(logits[:len(y_l)], target, step)
         loss = loss_x + lambda_u * loss_u + method.extra_loss(x_l, y_l, x_u, z_u, z, step)
         loss.backward()
+        average_([p.grad for p in model.parameters() if p.grad is not None]
+                 + (statistics if model.training else []))    # over processes
         optimizer.step()
         optimizer.zero_grad()
 
@@ -192,6 +208,7 @@ def main(argv=None):
 
         # 6) Evaluate what the method predicts with the EMA; save.
         due = done % cfg.eval_every == 0
+        stop = distributed.any_of(common.interrupt.wished)
         if due or done == cfg.iters:
             progress.pause()
             result = evaluate.on_test_set(partial(method.predict, ema.model), dataset, normalise)
@@ -203,10 +220,10 @@ def main(argv=None):
             common.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
-        elif common.interrupt.wished:
+        elif stop:
             progress.pause()
             save(done)
-        if common.interrupt.wished and done < cfg.iters:
+        if stop and done < cfg.iters:
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 
