@@ -5,8 +5,16 @@ that a subclass reads as the difference between the method and its base.
 
     B labeled, U unlabeled images in a batch; N rows of the loss; K classes; D features
 """
+import numpy as np
 import torch.nn.functional as F
 from torch import nn
+
+
+def rows_of(index_u, total):
+    """(total,) array that turns an image's number in the dataset into its row among `index_u`."""
+    rows = np.full(total, -1)
+    rows[index_u] = np.arange(len(index_u))
+    return rows
 
 
 class Method(nn.Module):
@@ -17,8 +25,7 @@ class Method(nn.Module):
 
     Several processes (distributed.py): `labeled` and `refine` are asked by every process and about
     the whole batch, so what a method learns there is the same everywhere. The two losses are means
-    over a process's slice; a method that gathers numbers there passes them through
-    distributed.gather, one that draws there draws for the whole batch and keeps distributed.mine.
+    over a process's slice; who draws there draws for the whole batch and keeps distributed.mine.
     """
 
     # ------------------------------------------------------------------------ before there is a run
@@ -41,6 +48,10 @@ class Method(nn.Module):
 
     # ------------------------------------------------------------------------------ inside the loop
 
+    def schedule(self, step):
+        """(this step, of how many), for what grows over a training."""
+        return step, self.run.cfg.iters
+
     def labeled(self, step):
         """Which labeled images come next: indices (B,) and labels (B,)."""
         index = self.run.stream_l.batch(step)
@@ -50,13 +61,18 @@ class Method(nn.Module):
         """Of the labeled rows; logits (B, K), target (B,) or, after mixup, (B, K)."""
         return F.cross_entropy(logits, target)
 
-    def refine(self, p, z_u, index_u, step):
-        """Probabilities (U, K) that pseudo-labels are made of. No gradient passes here."""
+    def refine(self, p, batch):
+        """Probabilities (U, K) that pseudo-labels are made of (MixMatch: sharpened ones). No
+        gradient passes here.
+
+        batch: step; x_l (B, 3, H, W) weak views, y_l (B,); x_u (U, 3, H, W) uint8 images as they
+        are, index_u (U,) which they are, z_u (U, D) of their weak views.
+        """
         return p
 
-    def extra_loss(self, x_l, y_l, x_u, z_u, z, step):
-        """Added to the loss. x_l (B, 3, H, W) weak views, x_u (U, 3, H, W) uint8 images as they
-        are, z_u (U, D) of their weak views without gradient, z (N, D) of the rows of the loss."""
+    def extra_loss(self, batch):
+        """Added to the loss. batch as in `refine`, but a slice of it and without index_u; and z
+        (N, D) of all rows of the loss."""
         return 0
 
     def after_epoch(self, done):
@@ -66,3 +82,8 @@ class Method(nn.Module):
     def predict(model, x):
         """Test images (N, 3, H, W) -> scores (N, K)."""
         return model(x)
+
+    @staticmethod
+    def judged(history, cfg):
+        """The evaluations (rows of log.csv) whose mean is reported."""
+        return history[-20:]

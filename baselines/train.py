@@ -23,14 +23,16 @@ import models
 import train_fixmatch
 import train_mixmatch
 from augment import Normalise, strong, weak
-from baselines import Method, supervised
+from baselines import Method, abc_head, crest, darp, daso, sar, supervised
 from distributed import average_, gather, mine
 from train_fixmatch import fixmatch_losses
 from train_mixmatch import draw_mix, mixmatch_losses, mixup, own_rows, sharpen
 
 SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervised.UpperBound,
               "resampling": supervised.Resampling, "ldam": supervised.LDAM, "crt": supervised.CRT}
-SEMI_SUPERVISED = {"none": Method}
+SEMI_SUPERVISED = {"none": Method, "darp": darp.DARP, "crest": crest.CReST,
+                   "crest+": crest.CReSTPlus, "abc": abc_head.ABC, "sar": sar.SaR,
+                   "daso": daso.DASO}
 METHODS = {"supervised": SUPERVISED, "pseudolabel": {"none": Method},
            "fixmatch": SEMI_SUPERVISED, "mixmatch": SEMI_SUPERVISED}
 
@@ -111,52 +113,54 @@ def main(argv=None):
                                config=vars(cfg))
 
     # -------------------------------------------------------------------------------------- loop
-    # Mixup pairs rows across the slices of several processes: its views are of the whole batch.
-    own, part = (lambda x: x, (0, 1)) if cfg.base == "mixmatch" else (mine, shard)
-
     def view(x, purpose, step):
-        return weak(x, data.rng(cfg.seed, purpose, step), normalise, part)
+        return weak(x, data.rng(cfg.seed, purpose, step), normalise)
 
     common.print_start(cfg, dataset, index_l, index_u, model, device)
     progress = common.Progress(start, cfg.iters, seconds)
     watch = common.Watch()
     for step in range(start, cfg.iters):
-        # 1) Batches: pure functions of (seed, step).
-        x_l, y_l = dataset.take(*map(own, method.labeled(step)))   # (B, 3, H, W), (B,)
-        x_l = view(x_l, "labeled view", step)
+        # 1) Batches and weak views: pure functions of (seed, step). `batch` is the whole batch, the
+        #    same in every process (mixup pairs any of its rows), `own` is this process's slice.
+        batch, own = SimpleNamespace(step=step), SimpleNamespace(step=step)
+        x_l, batch.y_l = dataset.take(*method.labeled(step))  # (B, 3, H, W), (B,)
+        batch.x_l = view(x_l, "labeled view", step)
+        own.x_l, own.y_l = x_l, y_l = mine(batch.x_l), mine(batch.y_l)
         if cfg.base == "supervised":
-            x_u = z_u = None
             y_u, mask, true_u = torch.zeros(3, 0, device=device)               # of no image
         else:
-            index_b = stream_u.batch(step)
-            x_u, true_u = dataset.take(own(index_b))          # (U, 3, H, W), (U,) for the log only
-            x_w = view(x_u, "weak view", step)
+            batch.index_u = stream_u.batch(step)
+            batch.x_u, true_u = dataset.take(batch.index_u)   # (U, 3, H, W), (U,) for the log only
+            own.x_u, true_u = mine(batch.x_u), mine(true_u)
+            x_w = view(batch.x_u, "weak view", step)
 
         # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, loss_u.
-        #    Passes that only guess labels leave BatchNorm's running statistics alone.
+        #    Passes that only guess labels leave BatchNorm's running statistics alone. A method
+        #    refines the guesses for the whole batch, so that it learns the same in every process.
         if cfg.base == "supervised":
             z, target, loss_u, lambda_u = features(x_l), y_l, torch.zeros((), device=device), 0
             logits = model.classifier(z)                      # (B, K)
 
         elif cfg.base == "pseudolabel":                       # Lee 2013: its own view's argmax
-            z = features(torch.cat([x_l, x_w]))               # (B+U, D)
+            z = features(torch.cat([x_l, mine(x_w)]))         # (B+U, D)
             logits, target = model.classifier(z), y_l         # (B+U, K)
-            z_u = z[len(y_l):].detach()
-            p = gather(logits[len(y_l):].detach().softmax(1))   # (U, K) of the whole batch
-            p = mine(method.refine(p, gather(z_u), index_b, step))
+            own.z_u = z[len(y_l):].detach()                   # (U, D)
+            batch.z_u, p = gather(own.z_u), gather(logits[len(y_l):].detach().softmax(1))
+            p = mine(method.refine(p, batch))                 # (U, K)
             confidence, y_u = p.max(1)                        # (U,), (U,)
             mask = (confidence >= cfg.tau).float()
             _, loss_u = fixmatch_losses(logits, y_l, y_u, mask)
-            lambda_u = cfg.lambda_u * min(1, step / (0.4 * cfg.iters))
+            now, end = method.schedule(step)
+            lambda_u = cfg.lambda_u * min(1, now / (0.4 * end))
 
         elif cfg.base == "fixmatch":
-            x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0),          # (SU, 3, H, W)
+            x_s = strong(own.x_u.repeat_interleave(cfg.n_strong, dim=0),      # (SU, 3, H, W)
                          data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m,
                          shard)
             with torch.no_grad(), models.frozen_bn_stats(model):
-                z_u = features(x_w)                           # (U, D)
-                p = gather(model.classifier(z_u).softmax(1))  # (U, K) of the whole batch
-                p = mine(method.refine(p, gather(z_u), index_b, step))
+                own.z_u = features(mine(x_w))                 # (U, D)
+                batch.z_u, p = gather(own.z_u), gather(model.classifier(own.z_u).softmax(1))
+                p = mine(method.refine(p, batch))             # (U, K)
                 confidence, y_u = p.max(1)                    # (U,), (U,)
                 mask = (confidence >= cfg.tau).float()
             z = features(torch.cat([x_l, x_s]))               # (B+SU, D)
@@ -165,26 +169,27 @@ def main(argv=None):
             lambda_u = cfg.lambda_u
 
         else:                                                 # MixMatch
-            x_v = view(x_u, "second weak view", step)
+            x_v = view(batch.x_u, "second weak view", step)
             with torch.no_grad(), models.frozen_bn_stats(model):
-                z_u, z_v = features(mine(x_w)), features(mine(x_v))           # (U, D) each
-                guess = sum(model.classifier(z).softmax(1) for z in (z_u, z_v)) / 2
-                q_u = gather(sharpen(guess, cfg.temperature))    # (U, K) of the whole batch
-                q_u = method.refine(q_u, gather(z_u), index_b, step)
-            x, q = mixup(torch.cat([x_l, x_w, x_v]),          # (B+2U, 3, H, W), (B+2U, K)
-                         torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
-                         *draw_mix(cfg, step, len(y_l) + 2 * len(q_u), device))
-            x, q = own_rows(x), own_rows(q)                   # from here on all is a slice again
-            x_l, y_l, x_u, true_u, y_u = map(mine, (x_l, y_l, x_u, true_u, q_u.argmax(1)))
+                own.z_u, z_v = features(mine(x_w)), features(mine(x_v))       # (U, D) each
+                guess = sum(model.classifier(z).softmax(1) for z in (own.z_u, z_v)) / 2
+                batch.z_u, q_u = gather(own.z_u), gather(sharpen(guess, cfg.temperature))
+                q_u = method.refine(q_u, batch)               # (U, K)
+            x, q = mixup(torch.cat([batch.x_l, x_w, x_v]),    # (B+2U, 3, H, W), (B+2U, K)
+                         torch.cat([F.one_hot(batch.y_l, K).float(), q_u, q_u]),
+                         *draw_mix(cfg, step, 3 * len(q_u), device))
+            x, q, y_u = own_rows(x), own_rows(q), mine(q_u).argmax(1)
             mask = torch.ones(len(y_u), device=device)        # every guess counts
             z = features(x)                                   # (B+2U, D)
             logits, target = model.classifier(z), q[:len(y_l)]                 # (B+2U, K), (B, K)
             _, loss_u = mixmatch_losses(logits, q, len(y_l))
-            lambda_u = cfg.lambda_u * step / cfg.iters
+            now, end = method.schedule(step)
+            lambda_u = cfg.lambda_u * now / end
 
         # 3) One step.
         loss_x = method.supervised_loss(logits[:len(y_l)], target, step)
-        loss = loss_x + lambda_u * loss_u + method.extra_loss(x_l, y_l, x_u, z_u, z, step)
+        own.z = z
+        loss = loss_x + lambda_u * loss_u + method.extra_loss(own)
         loss.backward()
         average_([p.grad for p in model.parameters() if p.grad is not None]
                  + (statistics if model.training else []))    # over processes
@@ -227,8 +232,8 @@ def main(argv=None):
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 
-    common.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
-                  progress.seconds, device)
+    last = method.judged(history, cfg)
+    common.finish(cfg, folder, evaluate.mean_of_last(last), len(last), progress.seconds, device)
 
 
 if __name__ == "__main__":

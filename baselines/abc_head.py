@@ -1,0 +1,94 @@
+"""ABC: an auxiliary classifier on the same features that sees every class equally often.
+
+The thinning is random: an image of class k is kept with probability b_k = N_min / N_k, so the
+second head learns from a balanced stream, while features and pseudo-labels of the base method go
+on as before. At test time the second head predicts.
+
+    L_cls = 1/B sum_i m_i H(y_i, l_a(x_i))                 m_i ~ Bernoulli(b_{y_i})
+    L_con = sum_views 1/U sum_u [max q >= tau] n_u H(q, l_a(strong view of u))
+            q = softmax l_a(weak view of u), soft and constant;  n_u ~ Bernoulli(b_{argmax q}(e))
+    b_k(e) = 1 - (1 - b_k) e/E                             pseudo-labels are thinned ever more
+
+Thinning pseudo-labels by the labeled ratio is right only where M_k ~ N_k.
+"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import data
+import models
+from augment import strong
+from baselines import Method
+from distributed import mine, rank, size
+
+TAU = 0.95
+
+
+def keep_rates(counts):
+    """b_k (K,), 1 for the rarest class."""
+    return counts.min() / counts
+
+
+def annealed(rates, share):
+    """b_k(e) at this share e/E of the run, from 1 to b_k."""
+    return 1 - share * (1 - rates)
+
+
+def thinned_loss(logits, y, rates, draw):
+    """L_cls. logits (B, K), y (B,), rates (K,), draw (B,) uniform in [0, 1)."""
+    kept = (draw < rates[y]).float()
+    return (F.cross_entropy(logits, y, reduction="none") * kept).mean()
+
+
+def consistency_loss(logits, q, rates, draw):
+    """L_con. logits (SU, K): S strong views of each image; q (U, K), draw (U,) shared by its views.
+
+    The views are summed, not averaged.
+    """
+    confidence, y = q.max(1)
+    kept = ((confidence >= TAU) & (draw < rates[y])).float()                   # (U,)
+    views = len(logits) // len(q)
+    targets, kept = (t.repeat_interleave(views, dim=0) for t in (q, kept))     # (SU, K), (SU,)
+    return (F.cross_entropy(logits, targets, reduction="none") * kept).sum() / len(q)
+
+
+class ABC(Method):
+    @staticmethod
+    def heads(model):
+        model.auxiliary = nn.Linear(model.classifier.in_features, model.classifier.out_features)
+        models.initialise(model.auxiliary)
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.rates = keep_rates(run.counts).float().to(run.device)             # (K,)
+
+    def draw(self, purpose, step):
+        uniform = data.rng(self.run.cfg.seed, purpose, step).random(
+            self.run.cfg.batch_size, dtype="float32")
+        return torch.from_numpy(mine(uniform)).to(self.run.device)
+
+    def extra_loss(self, batch):
+        cfg, head = self.run.cfg, self.run.model.auxiliary
+        labeled = len(batch.y_l)
+        z_l, z_s = self.unmixed(batch) if cfg.base == "mixmatch" else batch.z.split(
+            [labeled, len(batch.z) - labeled])                                 # (B, D), (SU, D)
+        q = head(batch.z_u).detach().softmax(1)                                # (U, K)
+        epoch_start = batch.step - batch.step % cfg.eval_every                 # annealed by epoch
+        rates = annealed(self.rates, epoch_start / cfg.iters)
+        return (thinned_loss(head(z_l), batch.y_l, self.rates,
+                             self.draw("ABC labeled", batch.step))
+                + consistency_loss(head(z_s), q, rates,
+                                   self.draw("ABC unlabeled", batch.step)))
+
+    def unmixed(self, batch):
+        """MixMatch trains on mixtures only: clean labeled views and two strong views of their own.
+        They leave the base method's BatchNorm statistics alone."""
+        run, views = self.run, batch.x_u.repeat_interleave(2, dim=0)
+        x_s = strong(views, data.rng(run.cfg.seed, "strong view", batch.step), run.normalise,
+                     shard=(rank(), size()))
+        with models.frozen_bn_stats(run.model):
+            return run.features(batch.x_l), run.features(x_s)
+
+    @staticmethod
+    def predict(model, x):
+        return model.auxiliary(model.features(x))

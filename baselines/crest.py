@@ -1,0 +1,156 @@
+"""CReST and CReST+: train to the end, adopt pseudo-labels of rare classes, start again.
+
+A biased classifier finds few images of the rare classes, but those it finds are mostly right. After
+each generation the labeled set is the original one plus, of the n_c unlabeled images predicted as
+class c, the surest mu_c n_c; the network starts from scratch.
+
+    mu_c = (N_(K-1-r) / N_(0))^alpha      r: rank of class c by labeled images, 0 = most frequent
+
+CReST+ also aligns the pseudo-labels' distribution (progressive distribution alignment):
+
+    p' ~ p pi / p~        pi ~ N^t        t = 1 .. 0.5 over the generations
+                          p~: mean of the last 128 batches' predictions
+
+Both steps assume that the unlabeled set is distributed like the labeled one.
+"""
+import math
+
+import numpy as np
+import torch
+
+import common
+import data
+import models
+from baselines import Method
+
+
+def shares(counts, alpha=1 / 3):
+    """mu (K,) from labeled counts (K,): all of the rarest class, least of the most frequent."""
+    descending = np.argsort(-counts, kind="stable")                            # class of each rank
+    mu = np.empty(len(counts))
+    mu[descending] = (np.sort(counts) / counts.max()) ** alpha     # rank r gets N of rank K-1-r
+    return mu
+
+
+def select(predicted, confidence, mu):
+    """Labels (N,) of the adopted images, -1 for the others. predicted, confidence (N,)."""
+    labels = np.full(len(predicted), -1)
+    for k, share in enumerate(mu):
+        members = np.flatnonzero(predicted == k)
+        surest = members[np.argsort(-confidence[members], kind="stable")]
+        labels[surest[:int(share * len(members))]] = k
+    return labels
+
+
+def alignment_target(counts, generation, generations, lowest=0.5):
+    """pi (K,) ~ N^t, t from 1 in the first generation to `lowest` in the last."""
+    t = 1 - (1 - lowest) * generation / max(1, generations - 1)
+    return counts ** t / (counts ** t).sum()
+
+
+class CReST(Method):
+    @staticmethod
+    def flags(p):
+        add = p.add_argument_group("CReST").add_argument
+        add("--crest_generations", type=common.number(int, 1, 1000), default=5,
+            help="equal parts of the run (default: 5)")
+        add("--crest_anyway", action="store_true",
+            help="go on although gamma_l and gamma_u differ")
+
+    @staticmethod
+    def check(cfg):
+        known = cfg.gamma_u is not None
+        if known and not cfg.crest_anyway and (cfg.gamma_l != cfg.gamma_u or cfg.reverse_u):
+            raise common.UserError(
+                f"--method {cfg.method} assumes that labeled and unlabeled images are distributed "
+                f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l, or add "
+                f"--crest_anyway")
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.counts = run.counts.numpy()                                       # (K,) N_k
+        self.register_buffer("generation", torch.tensor(0))
+        # what each unlabeled image was adopted as, -1: it was not
+        self.register_buffer("adopted", torch.full((len(run.index_u),), -1))
+        self.make_stream()
+
+    def make_stream(self):
+        """The labeled stream of this generation, and the labels it goes with."""
+        run, adopted = self.run, self.adopted.cpu().numpy()
+        chosen = adopted >= 0
+        self.labels = run.dataset.labels.copy()
+        self.labels[run.index_u[chosen]] = adopted[chosen]
+        index = np.concatenate([run.index_l, run.index_u[chosen]])
+        # The first generation is the base method, batch for batch.
+        purpose = f"labeled {self.generation}" if self.generation else "labeled"
+        self.stream = data.IndexStream(index, run.cfg.batch_size, run.cfg.seed, purpose)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.make_stream()
+
+    def labeled(self, step):
+        index = self.stream.batch(step)
+        return index, self.labels[index]
+
+    def length(self):
+        return self.run.cfg.iters / self.run.cfg.crest_generations
+
+    def schedule(self, step):
+        return step - int(self.generation) * self.length(), self.length()
+
+    def after_epoch(self, done):
+        cfg = self.run.cfg
+        if done < (self.generation + 1) * self.length() or done >= cfg.iters:
+            return
+        predicted, confidence = self.look_at_unlabeled()
+        adopted = select(predicted, confidence, shares(self.counts))
+        adopted[np.isin(self.run.index_u, self.run.index_l)] = -1     # --pool union: has a label
+        self.adopted.copy_(torch.from_numpy(adopted))
+        self.generation += 1
+        self.restart()
+        self.make_stream()
+
+    @torch.no_grad()
+    def look_at_unlabeled(self):
+        """The EMA's class and confidence (N,) of every unlabeled image, without augmentation."""
+        run, chunks = self.run, np.array_split(self.run.index_u, len(self.run.index_u) // 500 + 1)
+        p = torch.cat([run.ema.model(run.normalise(run.dataset.take(c)[0])).softmax(1)
+                       for c in chunks])                                       # (N, K)
+        confidence, predicted = p.max(1)
+        return predicted.cpu().numpy(), confidence.cpu().numpy()
+
+    def restart(self):
+        """New network, new EMA, new optimizer."""
+        run, cfg = self.run, self.run.cfg
+        with torch.random.fork_rng():
+            torch.manual_seed(cfg.seed + 1000003 * int(self.generation))
+            fresh = models.build(cfg.model, len(self.counts), cfg.bn_momentum, cfg.wrn_quirk)
+        for network in (run.model, run.ema.model):
+            network.load_state_dict(fresh.state_dict())
+        run.optimizer.state.clear()
+
+    @staticmethod
+    def judged(history, cfg):
+        """Evaluations of the last generation only."""
+        epochs = cfg.iters * (1 - 1 / cfg.crest_generations) / cfg.eval_every
+        rows = [row for row in history if row["iter"] > math.ceil(epochs) * cfg.eval_every]
+        return (rows or history)[-20:]
+
+
+class CReSTPlus(CReST):
+    def __init__(self, run):
+        super().__init__(run)
+        K = run.dataset.num_classes
+        self.register_buffer("recent", torch.full((128, K), 1 / K))            # means of batches
+
+    def refine(self, p, batch):
+        target = alignment_target(self.run.counts, int(self.generation),
+                                  self.run.cfg.crest_generations).to(p)        # (K,)
+        aligned = p * (target + 1e-6) / (self.recent.mean(0) + 1e-6)           # (U, K)
+        self.recent[batch.step % 128] = p.mean(0)      # the unaligned ones, from the next step on
+        return aligned / aligned.sum(1, keepdim=True)
+
+    def restart(self):
+        super().restart()
+        self.recent.fill_(1 / self.recent.shape[1])

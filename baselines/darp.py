@@ -1,0 +1,178 @@
+"""DARP: move all pseudo-labels as little as possible so that each class gets its due number.
+
+    min_R  sum_m  KL(R_m || A_m) / H_m      rows of R sum to 1, column k to t_k
+
+A are the stored predictions of all unlabeled images, trimmed; H_m is the entropy of row m: sure
+rows move least. The optimum is R[m, k] ~ A[m, k] exp(-nu_k H_m), one number nu_k per class, found by
+Newton's method for all classes at once: no loop over classes, no solver library.
+
+The due numbers t are the labeled proportions, or (--darp_estimate) an estimate from the confusion
+matrix of a classifier trained on part of the labels.
+"""
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import common
+import data
+import models
+from augment import weak
+from baselines import Method, rows_of
+
+TINY = 1e-6
+
+
+def due_numbers(counts, total):
+    """t_k = N_k |D_u| / sum N. (K,) -> (K,)"""
+    return counts * total / counts.sum()
+
+
+def trim(Q, t, delta=2.0):
+    """A (N, K): for each class the delta t_k surest rows, scaled to sum to t_k; rows normalised."""
+    order = Q.argsort(dim=0, descending=True, stable=True)                     # (N, K)
+    first = torch.arange(len(Q), device=Q.device)[:, None] < (delta * t).long()
+    kept = Q.double() * torch.zeros_like(first).scatter(0, order, first)
+    A = kept * (t + TINY) / (kept.sum(0) + TINY) + TINY
+    return A / A.sum(1, keepdim=True)
+
+
+def entropy(A):
+    return -(A * (A + TINY).log()).sum(1)                                      # (N,)
+
+
+def column_roots(A, H, a, t, nu):
+    """nu (K,) with sum_m A a exp(-nu H) = t: convex and decreasing in nu, so Newton is safe.
+
+    A (N, K), H (N, 1), a (N, 1), t and the first guess nu (K,).
+    """
+    for _ in range(30):
+        mass = A * a * torch.exp(-nu * H)                                      # (N, K)
+        # Far to the right of the root the slope vanishes: no step is longer than 5.
+        step = ((mass.sum(0) - t) / (mass * H).sum(0).clamp_min(1e-12)).clamp(-5, 5)
+        nu = nu + step
+        if step.abs().max() < 1e-3:
+            break
+    return nu
+
+
+def refined(Q, t, outer=10, delta=2.0):
+    """R (N, K) from the stored predictions Q (N, K) and the due numbers t (K,), in float64."""
+    A = trim(Q, t, delta)
+    H = entropy(A)[:, None]                                                    # (N, 1)
+    nu, guess = torch.ones_like(t), torch.zeros_like(t)
+    for _ in range(outer):                       # rows, then columns, then rows again ...
+        a = 1 / (A * torch.exp(-nu * H)).sum(1, keepdim=True)                  # (N, 1)
+        nu = guess = column_roots(A, H, a, t, guess)
+    R = A * torch.exp(-nu * H)
+    return R / R.sum(1, keepdim=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# the estimate of M_k
+
+
+def invert_confusion(p_held, y_held, p_u):
+    """M^ = C^-1 b and whether to trust it: C[i, j] = mean p_i over held-out images of class j,
+    b = sum of p over the unlabeled images. p_held (H, K), y_held (H,), p_u (N, K), float64."""
+    C = torch.stack([p_held[y_held == j].mean(0) for j in range(p_held.shape[1])], dim=1)
+    M = torch.linalg.solve(C, p_u.sum(0))
+    return M, bool((M >= 0).all() and torch.linalg.cond(C) < 100)
+
+
+def hold_out(labels, seed, most=10):
+    """(training rows, held-out rows): up to 10 of each class, at most half of it."""
+    held = [data.rng(seed, "DARP hold-out", k).permutation(np.flatnonzero(labels == k))
+            [:max(1, min(most, (labels == k).sum() // 2))] for k in np.unique(labels)]
+    held = np.concatenate(held)
+    return np.setdiff1d(np.arange(len(labels)), held), held
+
+
+def probabilities(model, run, index):
+    with torch.no_grad():
+        return torch.cat([model(run.normalise(run.dataset.take(c)[0])).softmax(1).double()
+                          for c in np.array_split(index, len(index) // 500 + 1)])
+
+
+@torch.enable_grad()                             # labels are refined where no gradient is wanted
+def estimate(run, epochs=10):
+    """M^ (K,): a plain classifier on the labeled images that are not held out, for 16 % of the run
+    (the reference: 40,000 of 250,000 iterations); the mean over the epochs that can be trusted."""
+    cfg, labels = run.cfg, run.dataset.labels[run.index_l]
+    rows, held = hold_out(labels, cfg.seed)
+    stream = data.IndexStream(run.index_l[rows], 128, cfg.seed, "DARP estimate")
+    with torch.random.fork_rng():
+        torch.manual_seed(cfg.seed)
+        model = models.build(cfg.model, run.dataset.num_classes, 0.1, cfg.wrn_quirk)
+    model = model.to(run.device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
+    steps, trusted = max(epochs, round(0.16 * cfg.iters)), []
+    new = np.setdiff1d(run.index_u, run.index_l)             # --pool union: labeled ones are known
+    for step in range(steps):
+        if step in (int(0.8 * steps), int(0.9 * steps)):
+            optimizer.param_groups[0]["lr"] /= 10
+        x, y = run.dataset.take(stream.batch(step))
+        x = weak(x, data.rng(cfg.seed, "DARP view", step), run.normalise)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % (steps // epochs) == 0:
+            model.eval()
+            y_held = torch.from_numpy(labels[held]).to(run.device)
+            M, good = invert_confusion(probabilities(model, run, run.index_l[held]), y_held,
+                                       probabilities(model, run, new))
+            model.train()
+            trusted += [M] if good else []
+    M = torch.stack(trusted).mean(0) if trusted else M.clamp_min(1)
+    print(f"\nDARP: estimated counts {M.round().int().tolist()} ({len(trusted)} of {epochs} epochs"
+          f" can be trusted)")
+    return M * len(new) / M.sum()
+
+
+class DARP(Method):
+    @staticmethod
+    def flags(p):
+        add = p.add_argument_group("DARP").add_argument
+        add("--darp_warm", type=common.number(float, 0, 1), default=0.4,
+            help="share of the run before labels are refined (default: 0.4)")
+        add("--darp_period", type=common.number(int, 1), help="iterations between refinements "
+            "(default: 10 on cifar10 and synthetic, else 100)")
+        add("--darp_outer", type=common.number(int, 1), help="rows-columns alternations of one "
+            "(default: 10 on cifar10 and synthetic, else 20)")
+        add("--darp_delta", type=common.number(float, 1), default=2.0,
+            help="rows kept per class, in units of its due number (default: 2)")
+        add("--darp_estimate", action="store_true", help="estimate the unlabeled distribution "
+            "instead of taking the labeled one")
+
+    @staticmethod
+    def check(cfg):
+        small = cfg.dataset in ("cifar10", "synthetic")
+        cfg.darp_period = cfg.darp_period or (10 if small else 100)
+        cfg.darp_outer = cfg.darp_outer or (10 if small else 20)
+
+    def __init__(self, run):
+        super().__init__(run)
+        K, N = run.dataset.num_classes, len(run.index_u)
+        self.rows = rows_of(run.index_u, len(run.dataset.labels))
+        self.start = round(run.cfg.darp_warm * run.cfg.iters)
+        self.register_buffer("Q", torch.full((N, K), 1 / K))       # newest raw prediction
+        self.register_buffer("R", torch.full((N, K), 1 / K))       # newest refined one
+        self.register_buffer("t", torch.zeros(K, dtype=torch.float64))
+
+    def due(self):
+        run = self.run
+        if not run.cfg.darp_estimate:
+            return due_numbers(run.counts, len(run.index_u))
+        known = run.counts if run.cfg.pool == "union" else torch.zeros_like(run.counts)
+        return estimate(run).cpu() + known
+
+    def refine(self, p, batch):
+        rows = torch.from_numpy(self.rows[batch.index_u]).to(p.device)         # (U,)
+        self.Q[rows] = p
+        since = batch.step - self.start
+        if since < 0:
+            return p
+        if since == 0:
+            self.t.copy_(self.due())
+        if since % self.run.cfg.darp_period == 0:
+            self.R.copy_(refined(self.Q, self.t, self.run.cfg.darp_outer, self.run.cfg.darp_delta))
+        return self.R[rows]                      # between refinements: the last refined label

@@ -1,0 +1,97 @@
+"""DASO: blend the linear classifier's pseudo-label with a semantic one, class by class.
+
+The linear classifier is biased to the head; the nearest class centre in feature space ("semantic"
+label q) is biased to the tail. Images that the linear one gives to an over-predicted class rely on
+the semantic one more.
+
+    q  = softmax_k(cos(z_u, c_k) / 0.05)          c_k: mean of a queue of labeled EMA features
+    p' = (1 - v_k') p + v_k' q                    k' = argmax p
+    v_k = m_k^(1/T_d) / max_j m_j^(1/T_d)         m: histogram of the last window of pseudo-labels
+    L += mean H(q, softmax_k(cos(z_s, c_k) / 0.05))    strong views drawn to the same centres
+
+T_d depends on whether gamma_l = gamma_u: a hidden use of that knowledge.
+"""
+import torch
+import torch.nn.functional as F
+
+import common
+from baselines import Method
+from distributed import mine
+
+TEMPERATURE, QUEUE = 0.05, 256
+
+
+def blend_weights(histogram, t_d):
+    """v (K,) from the histogram m (K,) of pseudo-labels; 1 for the most frequent class."""
+    return (histogram / histogram.max()) ** (1 / t_d)
+
+
+def similarity(z, centres):
+    """Logits of the semantic classifier. (N, D), (K, D) -> (N, K)"""
+    return F.linear(F.normalize(z), F.normalize(centres)) / TEMPERATURE
+
+
+def blend(p, q, v):
+    """p' (U, K)."""
+    share = v[p.argmax(1)][:, None]                                            # (U, 1)
+    return (1 - share) * p + share * q
+
+
+class DASO(Method):
+    @staticmethod
+    def flags(p):
+        add = p.add_argument_group("DASO").add_argument
+        add("--daso_td", type=common.number(float, 0.01), help="T_d (default: 1.5 on cifar10 and "
+            "synthetic where gamma_l = gamma_u, else 0.3)")
+        add("--daso_start", type=common.number(float, 0, 1), default=0.02,
+            help="share of the run before blending starts (default: 0.02)")
+
+    @staticmethod
+    def check(cfg):
+        same = cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u
+        small = cfg.dataset in ("cifar10", "synthetic")
+        cfg.daso_td = cfg.daso_td or (1.5 if small and same else 0.3)
+
+    def __init__(self, run):
+        super().__init__(run)
+        K, D = run.dataset.num_classes, run.model.classifier.in_features
+        self.start = round(run.cfg.daso_start * run.cfg.iters)
+        self.window = max(1, min(100, self.start))     # one is complete when blending starts
+        self.register_buffer("queue", torch.zeros(K, QUEUE, D))
+        self.register_buffer("pushed", torch.zeros(K, dtype=torch.long))       # ever, per class
+        self.register_buffer("histogram", torch.zeros(K))      # of the last complete window: m
+        self.register_buffer("current", torch.zeros(K))        # of the window in hand
+
+    @torch.no_grad()
+    def push(self, x_l, y_l):
+        """EMA features of the labeled batch into the queues of their classes, oldest out first."""
+        z = self.run.ema.model.features(x_l)                                   # (B, D), eval mode
+        same = F.one_hot(y_l, len(self.queue))                                 # (B, K)
+        order = (same.cumsum(0) * same).sum(1) - 1     # (B,) how many of its class came before it
+        self.queue[y_l, (self.pushed[y_l] + order) % QUEUE] = z
+        self.pushed += same.sum(0)
+
+    @property
+    def centres(self):
+        filled = self.pushed.clamp(1, QUEUE)           # no image yet: the centre is 0
+        return self.queue.sum(1) / filled[:, None]                             # (K, D)
+
+    def refine(self, p, batch):
+        self.push(batch.x_l, batch.y_l)
+        if batch.step >= self.start:
+            self.q = similarity(batch.z_u, self.centres).softmax(1)            # (U, K)
+            p = blend(p, self.q, blend_weights(self.histogram, self.run.cfg.daso_td))
+        self.current += torch.bincount(p.argmax(1), minlength=len(self.current))    # sure or not
+        if (batch.step + 1) % self.window == 0:
+            self.histogram.copy_(self.current)
+            self.current.zero_()
+        return p
+
+    def extra_loss(self, batch):
+        """L_align of the strong views; MixMatch has none."""
+        if batch.step < self.start or self.run.cfg.base == "mixmatch":
+            return 0
+        z_s = batch.z[len(batch.y_l):]                                         # (SU, D)
+        q = mine(self.q)
+        targets = q.repeat_interleave(len(z_s) // len(q), dim=0)               # (SU, K)
+        return F.cross_entropy(similarity(z_s, self.centres), targets)

@@ -1,0 +1,53 @@
+"""SaR, self-adaptive refinement: weigh every soft pseudo-label by how rare its class seems to be.
+
+A reconstruction. SaR's text and code could not be had; what is certain is that a "mitigating
+vector" v, estimated while training, refines the soft label before the one-hot step, without any
+assumption about the unlabeled set. That v multiplies the probabilities and is the effective-number
+weight of the counts of pseudo-labels follows sibling code of its first author.
+
+    p' = v * p / sum(v * p)                         then argmax and tau as in the base method
+    v_k = (1 - beta) / (1 - beta^n_k), sum K        n_k: images whose newest raw prediction is k
+    beta = (n - 1) / n,  n = mean of n_k            after every epoch
+
+Counting raw predictions, not refined ones, keeps v from feeding on itself.
+"""
+import torch
+
+import common
+from baselines import Method, rows_of
+from baselines.supervised import effective_number_weights
+
+
+def mitigating_vector(counts):
+    """(K,) numbers of pseudo-labels -> v (K,). A class that is never predicted counts as one."""
+    counts = counts.double().clamp_min(1)
+    mean = counts.mean()
+    return effective_number_weights(counts, (mean - 1) / mean)
+
+
+class SaR(Method):
+    @staticmethod
+    def flags(p):
+        p.add_argument_group("SaR").add_argument(
+            "--sar_start", type=common.number(float, 0, 1), default=0.0,
+            help="share of the run during which v stays 1 (default: 0)")
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.rows = rows_of(run.index_u, len(run.dataset.labels))
+        # MixMatch: v belongs to the guess before it is sharpened (to the power 1/T)
+        self.power = 1 / getattr(run.cfg, "temperature", 1)
+        self.register_buffer("newest", torch.full((len(run.index_u),), -1))    # -1: not yet seen
+        self.register_buffer("v", torch.ones(run.dataset.num_classes))
+
+    def refine(self, p, batch):
+        rows = torch.from_numpy(self.rows[batch.index_u]).to(p.device)         # (U,)
+        self.newest[rows] = p.argmax(1)
+        p = p * self.v ** self.power                                           # (U, K)
+        return p / p.sum(1, keepdim=True)
+
+    def after_epoch(self, done):
+        if done >= self.run.cfg.sar_start * self.run.cfg.iters:
+            seen = self.newest[self.newest >= 0]
+            counts = torch.bincount(seen, minlength=len(self.v))
+            self.v.copy_(mitigating_vector(counts))
