@@ -71,9 +71,10 @@ def resolve(args, base):
         raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
                         "differentiate twice")
     args.processes = distributed.size()
-    if args.batch_size % args.processes:
-        raise UserError(f"--batch_size {args.batch_size} cannot be shared equally by "
-                        f"{args.processes} processes; choose a multiple of {args.processes}")
+    for key in {"batch_size", "batch_size_u"} & vars(args).keys():
+        if getattr(args, key) % args.processes:
+            raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by "
+                            f"{args.processes} processes; choose a multiple of {args.processes}")
     args.base, args.out = base, args.out or default_out(args, base)
     return args
 

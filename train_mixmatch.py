@@ -64,9 +64,9 @@ def mixup(x, q, share, partner):
     return share * x + (1 - share) * x[partner], share * q + (1 - share) * q[partner]
 
 
-def own_rows(x):
-    """(B+2U, ...), where B = U: this process's slices of the labeled rows and of both views."""
-    return torch.cat([mine(part) for part in x.chunk(3)])
+def own_rows(x, labeled):
+    """(B+2U, ...) -> this process's slices of the labeled rows, the first and the second views."""
+    return torch.cat([mine(part) for part in (x[:labeled], *x[labeled:].chunk(2))])
 
 
 def mixmatch_losses(logits, q, labeled):
@@ -178,13 +178,13 @@ def main(argv=None):
         x, q = mixup(torch.cat([x_l, x_w, x_v]),              # (B+2U, 3, H, W), (B+2U, K)
                      torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
                      *draw_mix(cfg, step, len(y_l) + 2 * len(q_u), device))
-        x, q = own_rows(x), own_rows(q)
+        x, q, labeled = own_rows(x, len(y_l)), own_rows(q, len(y_l)), len(mine(y_l))
         z = features(x)                                       # (B+2U, D)
         logits = model.classifier(z)                          # (B+2U, K)
         lambda_u = cfg.lambda_u * step / cfg.iters            # linear ramp over the whole run
 
         def lower_loss(l_hat):                                # L as a function of l^, Eq. 3
-            loss_x, loss_u = mixmatch_losses(l_hat, q, len(q) // 3)
+            loss_x, loss_u = mixmatch_losses(l_hat, q, labeled)
             return loss_x + lambda_u * loss_u
 
         loss_bal = omega_norm = torch.zeros((), device=device)
@@ -201,7 +201,7 @@ def main(argv=None):
             with torch.set_grad_enabled(joint):
                 delta = attractor(logits)                     # (B+2U, K)
             l_hat = logits + delta                            # Eq. 2
-        loss_x, loss_u = mixmatch_losses(l_hat, q, len(q) // 3)
+        loss_x, loss_u = mixmatch_losses(l_hat, q, labeled)
         loss = loss_x + lambda_u * loss_u                     # Eq. 3
         if cfg.method == "single_level":                      # Eq. 5 added to Eq. 3, weight 1
             with models.frozen_bn_stats(model):

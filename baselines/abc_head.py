@@ -62,9 +62,9 @@ class ABC(Method):
         super().__init__(run)
         self.rates = keep_rates(run.counts).float().to(run.device)             # (K,)
 
-    def draw(self, purpose, step):
-        uniform = data.rng(self.run.cfg.seed, purpose, step).random(
-            self.run.cfg.batch_size, dtype="float32")
+    def draw(self, purpose, step, rows):
+        whole = rows * size()
+        uniform = data.rng(self.run.cfg.seed, purpose, step).random(whole, dtype="float32")
         return torch.from_numpy(mine(uniform)).to(self.run.device)
 
     def extra_loss(self, batch):
@@ -76,9 +76,9 @@ class ABC(Method):
         epoch_start = batch.step - batch.step % cfg.eval_every                 # annealed by epoch
         rates = annealed(self.rates, epoch_start / cfg.iters)
         return (thinned_loss(head(z_l), batch.y_l, self.rates,
-                             self.draw("ABC labeled", batch.step))
+                             self.draw("ABC labeled", batch.step, labeled))
                 + consistency_loss(head(z_s), q, rates,
-                                   self.draw("ABC unlabeled", batch.step)))
+                                   self.draw("ABC unlabeled", batch.step, len(q))))
 
     def unmixed(self, batch):
         """MixMatch trains on mixtures only: clean labeled views and two strong views of their own.

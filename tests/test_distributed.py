@@ -59,13 +59,16 @@ EXACT = {
     "ldam": ("b", "--base supervised --method ldam"),
     "crt": ("b", "--base supervised --method crt --iters 10 --crt_iters 10"),
     "pseudolabel": ("b", "--base pseudolabel --tau 0.2"), "fixmatch": ("b", "--tau 0.2"),
-    "mixmatch_none": ("b", "--base mixmatch"),
+    "mixmatch_none": ("b", "--base mixmatch"), "abc": ("b", "--base mixmatch --method abc"),
+    "daso": ("b", "--tau 0.2 --method daso --daso_start 0.2"), "sar": ("b", "--method sar"),
+    "darp": ("b", "--tau 0.2 --method darp --darp_warm 0.2 --darp_period 2"),
+    "crest": ("b", "--tau 0.2 --method crest+ --crest_anyway --crest_generations 2"),
 }
 
 
-def exact_jobs(folder, names=EXACT, iters=20, **more):
+def exact_jobs(folder, names=EXACT, iters=20):
     return [job(EXACT[n][0], f"--iters {iters} --eval_every {iters // 2} {EXACT[n][1]}", folder / n,
-                exact=True, **more) for n in names]
+                exact=True, record=f"{folder / n}.images") for n in names]
 
 
 @pytest.fixture(scope="module")
@@ -128,20 +131,22 @@ def test_ten_and_resume_and_ten_equals_twenty(plain_runs, script):
     assert whole["step"] == 20 and same(whole, parts)
 
 
-def test_four_processes_see_what_one_sees(tmp_path):
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
+    together(4, exact_jobs(folder, ["l2ac", "mixmatch"], 2), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["l2ac", "mixmatch"])
+def test_processes_see_together_what_one_sees(exact_runs, four, name):
     """Split, batches and views: every image that enters the network, pixel by pixel."""
-    for name in ("l2ac", "mixmatch"):
-        run(exact_jobs(tmp_path / "one", [name], 2, record=str(tmp_path / f"{name}.1"))[0])
-    for processes in (2, 4):
-        together(processes, [exact_jobs(tmp_path / str(processes), [name], 2, record=str(
-            tmp_path / f"{name}.{processes}"))[0] for name in ("l2ac", "mixmatch")], tmp_path)
-    for name in ("l2ac", "mixmatch"):
-        one, two, four = (seen(tmp_path, f"{name}.{n}", n) for n in (1, 2, 4))
-        assert len(one) >= 6 and one == two == four
+    one, two = (seen(folder / name, n) for n, folder in zip((1, 2), exact_runs))
+    assert len(one) >= 60 and one == two and one[:6] == seen(four / name, 4)[:6]
 
 
-def seen(folder, name, processes):
+def seen(run, processes):
     """The images of each pass through the network, in whatever order they stood in it."""
-    passes = zip(*(torch.load(folder / f"{name}.{rank}") for rank in range(processes)))
+    passes = zip(*(torch.load(f"{run}.images.{rank}") for rank in range(processes)))
     return [sorted(image.numpy().tobytes() for part in parts for image in part)
             for parts in passes]

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-import attractor
 import augment
 import common
 import distributed
 import models
-from baselines import supervised
+from attractor import BiasAttractor
+from baselines import Method, supervised
 
 
 class Scale(nn.Module):
@@ -43,12 +43,13 @@ def plain_features(model, *_):
     return features
 
 
-def doubled(make):
-    return lambda *args: make(*args).double()
-
-
 def double_weights(logits, target, weights):
     return weighted(logits, target, None if weights is None else weights.double())
+
+
+class DoubleEMA(common.EMA):
+    def __init__(self, model, decay):
+        super().__init__(model.double(), decay)
 
 
 class Double(augment.Normalise):
@@ -69,10 +70,11 @@ def run(job):
             patch(models, "Norm", Scale)
             patch(models, "feature_pass", plain_features)
             patch(script, "Normalise", Double)
-            for home, name in ((models, "build"), (attractor, "BiasAttractor"),
-                               (supervised, "CosineClassifier")):
-                patch(script if hasattr(script, name) else home, name, doubled(getattr(home, name)))
+            patch(common, "EMA", DoubleEMA)              # made before the optimizers
+            patch(Method, "to", lambda method, device: method.double())
             patch(supervised, "weighted_cross_entropy", double_weights)
+            if hasattr(script, "BiasAttractor"):
+                patch(script, "BiasAttractor", lambda *args: BiasAttractor(*args).double())
         if "stop" in job:
             see = common.Watch.see
 
