@@ -70,11 +70,10 @@ def resolve(args, base):
     if args.compile and args.method == "full_unroll":
         raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
                         "differentiate twice")
-    args.processes = distributed.size()
     for key in {"batch_size", "batch_size_u"} & vars(args).keys():
-        if getattr(args, key) % args.processes:
-            raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by "
-                            f"{args.processes} processes; choose a multiple of {args.processes}")
+        if getattr(args, key) % distributed.size():
+            raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by the "
+                            f"{distributed.size()} processes; choose a multiple of their number")
     args.base, args.out = base, args.out or default_out(args, base)
     return args
 
@@ -213,8 +212,8 @@ def pick_device(args):
     if args.dtype == "bfloat16" and name != "cuda":
         raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
     args.device, args.threads = name, torch.get_num_threads()        # resolved, for config.json
-    return torch.device(name, int(os.environ["LOCAL_RANK"]) if args.processes > 1 and name == "cuda"
-                        else None)
+    several = name == "cuda" and distributed.size() > 1
+    return torch.device(name, int(os.environ["LOCAL_RANK"]) if several else None)
 
 
 def exit_cleanly(main, *expected):
@@ -261,8 +260,7 @@ class EMA:
 # the run folder: config.json, log.csv, last.pt, prev.pt, result.json
 
 FILES = ("config.json", "log.csv", "last.pt", "prev.pt", "damaged.pt", "result.json")
-FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir",
-        "processes")
+FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir")
 CONTENTS = {"step": int, "config": dict, "history": list, "model": dict, "ema": dict}   # of last.pt
 
 
@@ -322,7 +320,10 @@ def cannot_write(folder, error):
 
 def check_same_run(checkpoint, now, folder, schedule):
     saved = checkpoint["config"]
-    for key in sorted(saved.keys() & now.keys() - set(FREE) | ({"iters"} if schedule else set())):
+    if saved.keys() != now.keys():
+        raise UserError(f"--out {folder} holds a run of another script or version, whose flags are "
+                        f"others; resume it with that one, or choose another --out")
+    for key in sorted(saved.keys() - set(FREE) | ({"iters"} if schedule else set())):
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
@@ -336,7 +337,8 @@ def versions():
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
         capture_output=True).stdout.strip()          # None or "" outside a checkout
     packages = {name: metadata.version(name) for name in ("torch", "torchvision", "numpy")}
-    return packages | {"python": sys.version.split()[0], "commit": commit}
+    return packages | {"python": sys.version.split()[0], "commit": commit,
+                       "processes": distributed.size()}
 
 
 def write(path, content, keep=None):
@@ -397,8 +399,9 @@ def restore(folder, checkpoint, parts, cfg):
     try:
         if checkpoint:
             step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
-            if history and step < cfg.iters and history[-1]["iter"] % cfg.eval_every:
-                history.pop()                        # the extra row of a shorter run
+            shorter = step == checkpoint["config"]["iters"] < cfg.iters
+            if shorter and step % cfg.eval_every:
+                history.pop()                        # its last row is off the grid of this run
             for name, part in parts.items():
                 part.load_state_dict(checkpoint[name])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -562,7 +565,7 @@ class Watch:
 
     def check(self, step, *modules):
         self.look()
-        if not all(t.isfinite().all() for m in modules for t in m.state_dict().values()):
+        if not all(t.isfinite().all() for m in modules for t in (*m.parameters(), *m.buffers())):
             self.stop(f"the weights are not finite after iteration {step}")
 
     def stop(self, what):

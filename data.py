@@ -217,6 +217,11 @@ def class_counts(n_max, num_classes, gamma, imbalance="long", reverse=False):
     return counts[::-1] if reverse else counts
 
 
+def matched(cfg):
+    """Whether the flags say that labeled and unlabeled set are distributed alike."""
+    return cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u
+
+
 def split(dataset, cfg):
     """(labeled, unlabeled) index arrays into dataset.images, by the data flags.
 

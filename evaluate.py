@@ -66,7 +66,7 @@ def mean_of_last(history, n=20):
 
 
 def load_run(folder, device="cpu"):
-    """(config, dataset, what predicts, history) of a run folder."""
+    """(config, dataset, what predicts, evaluations that count) of a run folder."""
     import common
     import data
     import models
@@ -78,23 +78,23 @@ def load_run(folder, device="cpu"):
     cfg = SimpleNamespace(**checkpoint["config"])
     dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size)
     model = models.build(cfg.model, dataset.num_classes, cfg.bn_momentum, cfg.wrn_quirk)
-    predict = model
+    predict, judged = model, checkpoint["history"]
     if "method" in checkpoint:                        # a run of baselines/train.py
         from baselines.train import METHODS
         method = METHODS[cfg.base][cfg.method]
         method.heads(model)
-        predict = partial(method.predict, model)
+        predict, judged = partial(method.predict, model), method.judged(judged, cfg)
     model.load_state_dict(checkpoint["ema"])
     model.to(device, memory_format=torch.channels_last).eval()
-    return cfg, dataset.to(device), predict, checkpoint["history"]
+    return cfg, dataset.to(device), predict, judged
 
 
 def judge(folder):
     """(folder, class names, metrics now, metrics over the last 20 evaluations) of a run folder."""
     from augment import Normalise
-    cfg, dataset, predict, history = load_run(folder)
+    cfg, dataset, predict, judged = load_run(folder)
     now = on_test_set(predict, dataset, Normalise(dataset.mean, dataset.std))
-    return str(folder), dataset.names, now, mean_of_last(history) if history else now
+    return str(folder), dataset.names, now, mean_of_last(judged) if judged else now
 
 
 def table(judged):

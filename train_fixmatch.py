@@ -82,14 +82,13 @@ def main(argv=None):
     K = dataset.num_classes
     model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
     attractor = BiasAttractor(K, cfg.hidden, cfg.attractor_input).to(device)
-    if cfg.processes > 1 and device.type == "cuda":
+    if distributed.size() > 1 and device.type == "cuda":
         model = models.share_statistics(model)
     model = model.to(device, memory_format=torch.channels_last)
     ema = common.EMA(model, cfg.ema)
     joint = cfg.method in ("attractor", "single_level")       # ablations: omega trained on L itself
-    matched = cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u
     adaptive_labels = cfg.method != "none" and (
-        cfg.pseudo_from == "adaptive" or cfg.pseudo_from == "auto" and matched)
+        cfg.pseudo_from == "adaptive" or cfg.pseudo_from == "auto" and data.matched(cfg))
     optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
     # Eq. 6 is plain descent, but its gradient carries the factor lr and comes out tiny: times
     # eta = 1e-4, omega would hardly move. Adam's steps have the size eta whatever the gradient's.

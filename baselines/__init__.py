@@ -48,6 +48,8 @@ class Method(nn.Module):
 
     # ------------------------------------------------------------------------------ inside the loop
 
+    milestones = ()           # numbers of iterations after which an epoch ends besides the others
+
     def schedule(self, step):
         """(this step, of how many), for what grows over a training."""
         return step, self.run.cfg.iters

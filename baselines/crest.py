@@ -13,8 +13,6 @@ CReST+ also aligns the pseudo-labels' distribution (progressive distribution ali
 
 Both steps assume that the unlabeled set is distributed like the labeled one.
 """
-import math
-
 import numpy as np
 import torch
 
@@ -48,6 +46,11 @@ def alignment_target(counts, generation, generations, lowest=0.5):
     return counts ** t / (counts ** t).sum()
 
 
+def milestones(cfg):
+    """After how many iterations the generations end, except the last."""
+    return tuple(cfg.iters * g // cfg.crest_generations for g in range(1, cfg.crest_generations))
+
+
 class CReST(Method):
     @staticmethod
     def flags(p):
@@ -60,7 +63,7 @@ class CReST(Method):
     @staticmethod
     def check(cfg):
         known = cfg.gamma_u is not None
-        if known and not cfg.crest_anyway and (cfg.gamma_l != cfg.gamma_u or cfg.reverse_u):
+        if known and not data.matched(cfg) and not cfg.crest_anyway:
             raise common.UserError(
                 f"--method {cfg.method} assumes that labeled and unlabeled images are distributed "
                 f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l, or add "
@@ -69,7 +72,7 @@ class CReST(Method):
     def __init__(self, run):
         super().__init__(run)
         self.counts = run.counts.numpy()                                       # (K,) N_k
-        self.register_buffer("generation", torch.tensor(0))
+        self.generation, self.milestones = 0, milestones(run.cfg)
         # what each unlabeled image was adopted as, -1: it was not
         self.register_buffer("adopted", torch.full((len(run.index_u),), -1))
         self.make_stream()
@@ -85,23 +88,23 @@ class CReST(Method):
         purpose = f"labeled {self.generation}" if self.generation else "labeled"
         self.stream = data.IndexStream(index, run.cfg.batch_size, run.cfg.seed, purpose)
 
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
+    def get_extra_state(self):                           # saved with the buffers
+        return self.generation
+
+    def set_extra_state(self, state):
+        self.generation = state
         self.make_stream()
 
     def labeled(self, step):
         index = self.stream.batch(step)
         return index, self.labels[index]
 
-    def length(self):
-        return self.run.cfg.iters / self.run.cfg.crest_generations
-
     def schedule(self, step):
-        return step - int(self.generation) * self.length(), self.length()
+        starts = (0, *self.milestones, self.run.cfg.iters)
+        return step - starts[self.generation], starts[self.generation + 1] - starts[self.generation]
 
     def after_epoch(self, done):
-        cfg = self.run.cfg
-        if done < (self.generation + 1) * self.length() or done >= cfg.iters:
+        if done not in self.milestones:
             return
         predicted, confidence = self.look_at_unlabeled()
         adopted = select(predicted, confidence, shares(self.counts))
@@ -124,7 +127,7 @@ class CReST(Method):
         """New network, new EMA, new optimizer."""
         run, cfg = self.run, self.run.cfg
         with torch.random.fork_rng():
-            torch.manual_seed(cfg.seed + 1000003 * int(self.generation))
+            torch.manual_seed(cfg.seed + 1000003 * self.generation)
             fresh = models.build(cfg.model, len(self.counts), cfg.bn_momentum, cfg.wrn_quirk)
         for network in (run.model, run.ema.model):
             network.load_state_dict(fresh.state_dict())
@@ -133,9 +136,8 @@ class CReST(Method):
     @staticmethod
     def judged(history, cfg):
         """Evaluations of the last generation only."""
-        epochs = cfg.iters * (1 - 1 / cfg.crest_generations) / cfg.eval_every
-        rows = [row for row in history if row["iter"] > math.ceil(epochs) * cfg.eval_every]
-        return (rows or history)[-20:]
+        start = (0, *milestones(cfg))[-1]
+        return [row for row in history if row["iter"] > start][-20:]
 
 
 class CReSTPlus(CReST):
@@ -145,7 +147,7 @@ class CReSTPlus(CReST):
         self.register_buffer("recent", torch.full((128, K), 1 / K))            # means of batches
 
     def refine(self, p, batch):
-        target = alignment_target(self.run.counts, int(self.generation),
+        target = alignment_target(self.run.counts, self.generation,
                                   self.run.cfg.crest_generations).to(p)        # (K,)
         aligned = p * (target + 1e-6) / (self.recent.mean(0) + 1e-6)           # (U, K)
         self.recent[batch.step % 128] = p.mean(0)      # the unaligned ones, from the next step on

@@ -3,8 +3,8 @@
     min_R  sum_m  KL(R_m || A_m) / H_m      rows of R sum to 1, column k to t_k
 
 A are the stored predictions of all unlabeled images, trimmed; H_m is the entropy of row m: sure
-rows move least. The optimum is R[m, k] ~ A[m, k] exp(-nu_k H_m), one number nu_k per class, found by
-Newton's method for all classes at once: no loop over classes, no solver library.
+rows move least. The optimum is R[m, k] ~ A[m, k] exp(-nu_k H_m), with one number nu_k per class;
+Newton's method finds all at once: no loop over classes, no solver library.
 
 The due numbers t are the labeled proportions, or (--darp_estimate) an estimate from the confusion
 matrix of a classifier trained on part of the labels.

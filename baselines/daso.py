@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import common
+import data
 from baselines import Method
 from distributed import mine
 
@@ -48,9 +49,8 @@ class DASO(Method):
 
     @staticmethod
     def check(cfg):
-        same = cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u
         small = cfg.dataset in ("cifar10", "synthetic")
-        cfg.daso_td = cfg.daso_td or (1.5 if small and same else 0.3)
+        cfg.daso_td = cfg.daso_td or (1.5 if small and data.matched(cfg) else 0.3)
 
     def __init__(self, run):
         super().__init__(run)

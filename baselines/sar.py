@@ -43,8 +43,9 @@ class SaR(Method):
     def refine(self, p, batch):
         rows = torch.from_numpy(self.rows[batch.index_u]).to(p.device)         # (U,)
         self.newest[rows] = p.argmax(1)
-        p = p * self.v ** self.power                                           # (U, K)
-        return p / p.sum(1, keepdim=True)
+        refined = p * self.v ** self.power                                     # (U, K)
+        refined = refined / refined.sum(1, keepdim=True)
+        return torch.where((self.v == 1).all(), p, refined)    # not even rounding while v is 1
 
     def after_epoch(self, done):
         if done >= self.run.cfg.sar_start * self.run.cfg.iters:

@@ -94,8 +94,8 @@ class LDAM(Method):
 
     def __init__(self, run):
         super().__init__(run)
-        self.margins = margins(run.counts).float()                             # (K,)
-        self.weights = effective_number_weights(run.counts).float()            # (K,)
+        self.margins = margins(run.counts).float().to(run.device)              # (K,)
+        self.weights = effective_number_weights(run.counts).float().to(run.device)
 
     def supervised_loss(self, logits, target, step):
         """The true class must win by its margin; from 80 % of the run on, rare classes weigh more
@@ -130,14 +130,15 @@ class CRT(Method):
 
     def __init__(self, run):
         super().__init__(run)
-        self.weights = inverse_frequency_weights(run.counts).float()           # (K,)
-        self.register_buffer("second_stage", torch.tensor(False))
+        self.weights = inverse_frequency_weights(run.counts).float().to(run.device)    # (K,)
+        self.second_stage = False
+        self.milestones = (run.cfg.iters - run.cfg.crt_iters,)
 
     def after_epoch(self, done):
         cfg, model, ema = self.run.cfg, self.run.model, self.run.ema.model
-        if self.second_stage or done < cfg.iters - cfg.crt_iters:
+        if done not in self.milestones:
             return
-        self.second_stage.fill_(True)
+        self.second_stage = True
         model.load_state_dict(ema.state_dict())      # the averaged network is the better one
         start = np.sqrt(2 / sum(model.classifier.weight.shape))                # Xavier's std
         fresh = data.rng(cfg.seed, "cRT").normal(0, start, model.classifier.weight.shape)
@@ -152,10 +153,18 @@ class CRT(Method):
         self.run.model.requires_grad_(False).eval()  # eval: BatchNorm's statistics are frozen too
         self.run.model.classifier.requires_grad_(True)
 
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
+    def get_extra_state(self):                       # saved with the buffers
+        return self.second_stage
+
+    def set_extra_state(self, state):
+        self.second_stage = state
         if self.second_stage:
             self.freeze()
 
     def supervised_loss(self, logits, target, step):
         return weighted_cross_entropy(logits, target, self.weights if self.second_stage else None)
+
+    @staticmethod
+    def judged(history, cfg):
+        """Evaluations of the second stage only."""
+        return [row for row in history if row["iter"] > cfg.iters - cfg.crt_iters][-20:]

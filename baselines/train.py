@@ -86,7 +86,7 @@ def main(argv=None):
     K = dataset.num_classes
     model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
     method_class.heads(model)
-    if cfg.processes > 1 and device.type == "cuda":
+    if distributed.size() > 1 and device.type == "cuda":
         model = models.share_statistics(model)
     model = model.to(device, memory_format=torch.channels_last)
     ema = common.EMA(model, cfg.ema)
@@ -213,9 +213,8 @@ def main(argv=None):
             progress.show(done, tally.averages())
 
         # 6) Evaluate what the method predicts with the EMA; save.
-        due = done % cfg.eval_every == 0
         stop = distributed.any_of(common.interrupt.wished)
-        if due or done == cfg.iters:
+        if done % cfg.eval_every == 0 or done == cfg.iters or done in method.milestones:
             progress.pause()
             result = evaluate.on_test_set(partial(method.predict, ema.model), dataset, normalise)
             history.append({"iter": done} | tally.averages() | evaluate.columns(result)

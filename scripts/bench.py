@@ -2,6 +2,7 @@
 
     python -m scripts.bench                 WRN-28-2 at the paper's batch, one thread, some minutes
     python -m scripts.bench --model wrn-10-1 --image_size 16      a quick look
+    python -m scripts.bench --rivals        the methods of baselines/ instead, 10 and 100 classes
     python -m scripts.bench --json          none l2ac full_unroll bare (seconds per iteration),
                                             strong_per_s pil_per_s (images per second),
                                             ops_none ops_l2ac (operations), and the memory in MB
@@ -34,6 +35,8 @@ import common
 import data
 import models
 import train_fixmatch
+from baselines import darp
+from baselines import train as baselines
 
 METHODS = ("none", "l2ac", "full_unroll")
 
@@ -59,12 +62,12 @@ class Stopwatch(common.Watch):
             raise Enough                                 # before the evaluation
 
 
-def train(args, method, iters):
+def train(args, method, iters, main=train_fixmatch.main, more=()):
     """Seconds of each iteration of a short real run; the first one, which warms up, left out."""
     Stopwatch.times, Stopwatch.wanted = [], iters
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
         with contextlib.suppress(Enough):
-            train_fixmatch.main(flags(args, method, iters, out))
+            main([*flags(args, method, iters, out), *more])
     return np.diff(Stopwatch.times).tolist()
 
 
@@ -157,6 +160,64 @@ def peak_memory(args, method):
         return json.loads((Path(out) / "result.json").read_text())["peak_memory_mb"]
 
 
+# ---------------------------------------------------------------------------------------------
+# the comparison methods
+
+COUNTS = {10: (1500, 3000, 100), 100: (150, 300, 10)}    # N_1, M_1, gamma of the paper
+
+
+def noise_dataset(folder, num_classes, size):
+    """An .npz of noise with the paper's numbers of images, and the flags that split it."""
+    n1, m1, gamma = COUNTS[num_classes]
+    counts = np.add(data.class_counts(n1, num_classes, gamma),
+                    data.class_counts(m1, num_classes, gamma))
+    y, g = np.repeat(np.arange(num_classes), counts), np.random.default_rng(0)
+    x = g.integers(0, 256, (len(y), size, size, 3), np.uint8)
+    path = f"{folder}/noise{num_classes}.npz"
+    np.savez(path, x_train=x, y_train=y, x_test=x[:9], y_test=y[:9])
+    return (f"--dataset {path} --n1 {n1} --m1 {m1} --gamma_l {gamma} --gamma_u {gamma}").split()
+
+
+def refinement_seconds(num_classes):
+    """One refinement of DARP at the paper's size, on predictions as varied as in the middle of a
+    run, divided by the iterations between two of them."""
+    n1, m1, gamma = COUNTS[num_classes]
+    total = sum(data.class_counts(m1, num_classes, gamma))
+    counts = torch.tensor(data.class_counts(n1, num_classes, gamma), dtype=torch.float64)
+    g = torch.Generator().manual_seed(0)
+    Q = (3 * torch.randn(total, num_classes, generator=g)).softmax(1)
+    outer, period = (10, 10) if num_classes == 10 else (20, 100)
+    t = darp.due_numbers(counts, total)
+    return min(seconds(lambda: darp.refined(Q, t, outer)) for _ in range(3)) / period
+
+
+def rivals(args):
+    """{(method, K): seconds per iteration}; the methods take turns."""
+    times, methods = defaultdict(list), baselines.SEMI_SUPERVISED
+    with tempfile.TemporaryDirectory() as folder:
+        split = {K: noise_dataset(folder, K, args.image_size) for K in COUNTS}
+        for _ in range(args.rounds):
+            for K in COUNTS:
+                for method in methods:
+                    # DARP refines at the first iteration (not timed), DASO blends at once
+                    acting = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0"}
+                    times[method, K] += train(args, method, 1 + args.iters, baselines.main,
+                                              [*acting.get(method, "").split(), *split[K]])
+    middle = {key: statistics.median(t) for key, t in times.items()}
+    return {(method, K): t + (refinement_seconds(K) if method == "darp" else 0)
+            for (method, K), t in middle.items()}
+
+
+def rivals_table(args, r):
+    lines = [f"{args.model}, batch {args.batch_size}, {args.image_size} px, one thread, "
+             f"median of {args.rounds * args.iters} iterations, on FixMatch",
+             f"{'':<8}{'s/it, K=10':>12}{'/ none':>8}{'s/it, K=100':>13}{'/ none':>8}"]
+    for m in baselines.SEMI_SUPERVISED:
+        lines.append(f"{m:<8}{r[m, 10]:>12.3f}{r[m, 10] / r['none', 10]:>8.2f}"
+                     f"{r[m, 100]:>13.3f}{r[m, 100] / r['none', 100]:>8.2f}")
+    return "\n".join(lines)
+
+
 def main(argv=None):
     p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("--model", type=models.network, default="wrn-28-2")
@@ -165,10 +226,16 @@ def main(argv=None):
     p.add_argument("--rounds", type=common.number(int, 1), default=3,
                    help="turns of all candidates")
     p.add_argument("--iters", type=common.number(int, 1), default=2, help="iterations in a turn")
+    p.add_argument("--rivals", action="store_true", help="the methods of baselines/")
     p.add_argument("--json", action="store_true")
     args = p.parse_args(argv)
     torch.set_num_threads(1)
     common.Watch = Stopwatch
+    if args.rivals:
+        r = rivals(args)
+        print(json.dumps({f"{m} {K}": t for (m, K), t in r.items()}) if args.json
+              else rivals_table(args, r))
+        return
     middle = {name: statistics.median(t) for name, t in measure(args).items()}
     result = {name: middle[name] for name in (*METHODS, "bare")}
     result |= {f"{name}_per_s": 2 * args.batch_size / middle[name] for name in ("strong", "pil")}

@@ -14,6 +14,8 @@ import common
 import data
 import evaluate
 import train_fixmatch
+import train_mixmatch
+from baselines import train as baselines
 
 ROOT = Path(__file__).parent.parent
 TINY = "--image_size 8 --batch_size 6 --eval_every 2 --iters 4 --threads 1 --device cpu"
@@ -170,10 +172,14 @@ def test_import_graph():
         assert imported & siblings <= allowed.get(name, set()), name
 
 
+SCRIPTS = {"train_fixmatch.py": train_fixmatch, "train_mixmatch.py": train_mixmatch,
+           "baselines.train": baselines}
+
+
 def readme_commands():
     blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     return [line.split("#")[0].strip() for block in blocks for line in block.splitlines()
-            if "train_fixmatch.py" in line]
+            if any(script in line for script in SCRIPTS)]
 
 
 def test_readme_training_commands_are_accepted():
@@ -181,11 +187,14 @@ def test_readme_training_commands_are_accepted():
     assert len(commands) >= 5
     for command in commands:
         words = shlex.split(command.split("&&")[-1])
-        train_fixmatch.config(words[words.index("train_fixmatch.py") + 1:])
+        script = next(word for word in words if word in SCRIPTS)
+        SCRIPTS[script].config(words[words.index(script) + 1:])
 
 
 def test_readme_names_no_flag_that_does_not_exist():
     text = (ROOT / "README.md").read_text()
-    help_text = common.parser("", str).format_help() + Path(train_fixmatch.__file__).read_text()
-    known = {"--json", "--rounds"} | set(re.findall(r"--[a-z_0-9]+", help_text))
+    code = "".join(path.read_text() for path in
+                   [*ROOT.glob("*.py"), *ROOT.glob("baselines/*.py"), *ROOT.glob("scripts/*.py")])
+    known = {f"--{name}" for name in re.findall(r'"--([a-z][a-z_0-9]*)"', code)}
+    known |= {f"--no-{name[2:]}" for name in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_0-9]*", text)) <= known

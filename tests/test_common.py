@@ -39,8 +39,9 @@ def test_a_flag_wins_over_every_table():
 
 
 def test_every_line_of_the_recipe_table_is_a_flag_of_its_own():
-    flags = {option for action in common.parser("", str)._actions
-             for option in action.option_strings}
+    parser = common.parser("", str)
+    common.l2ac_flags(parser)
+    flags = {option for action in parser._actions for option in action.option_strings}
     assert {f"--{key}" for table in common.RECIPES.values() for key in table} <= flags
 
 
@@ -84,7 +85,7 @@ def checkpoint(step):
 
 def test_checkpoint_round_trip_and_the_one_before(tmp_path, capsys):
     for step in (1, 2):
-        common.save_checkpoint(tmp_path, checkpoint(step))
+        common.save_checkpoint(tmp_path, {}, **checkpoint(step))
     assert common.load_checkpoint(tmp_path)["step"] == 2
     whole = (tmp_path / "last.pt").read_bytes()
     for damaged in (whole[:100], b"", b"junk"):

@@ -1,0 +1,387 @@
+"""DARP, CReST, ABC, SaR, DASO: fixtures, reductions to the base method, independent solvers."""
+import json
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import optimize
+
+import common
+import data
+import evaluate
+from baselines import abc_head, crest, darp, daso, sar
+from baselines import train as baselines
+from test_cli import run
+from test_train_fixmatch import same
+from train_mixmatch import sharpen
+
+# CIFAR-10, gamma_l = gamma_u = 100, N_1 = 1500, M_1 = 3000
+N = torch.tensor(data.class_counts(1500, 10, 100), dtype=torch.float64)
+M = torch.tensor(data.class_counts(3000, 10, 100), dtype=torch.float64)
+TINY = ("--image_size 8 --batch_size 6 --eval_every 6 --iters 20 --threads 1 --device cpu "
+        "--gamma_u 100 --n1 100 --m1 100")
+EAGER = {  # flags with which a method acts within a few iterations
+    "darp": "--darp_warm 0.2 --darp_period 3 --darp_outer 2", "crest": "--crest_generations 3",
+    "crest+": "--crest_generations 3", "abc": "", "sar": "", "daso": "--daso_start 0.2"}
+RIVALS = list(EAGER)
+
+
+def train(out, flags):
+    status = baselines.main([*TINY.split(), *flags.split(), "--out", str(out)])
+    return status or torch.load(out / "last.pt", weights_only=True)
+
+
+def close(ours, text, tolerance=6e-5):
+    wanted = torch.tensor([float(x) for x in text.split()], dtype=torch.float64)
+    assert torch.as_tensor(ours).sub(wanted).abs().max() < tolerance
+
+
+# ---------------------------------------------------------------------------------------------
+# fixtures
+
+
+def test_abc_keep_rates():
+    rates = abc_head.keep_rates(N)
+    close(rates, "0.0100 0.0167 0.0278 0.0464 0.0777 0.1293 0.2174 0.3659 0.6000 1.0000")
+    close(abc_head.annealed(rates, 250 / 500),
+          "0.5050 0.5083 0.5139 0.5232 0.5389 0.5647 0.6087 0.6829 0.8000 1.0000")
+    close(abc_head.annealed(rates, 499 / 500),
+          "0.0120 0.0187 0.0298 0.0483 0.0796 0.1311 0.2190 0.3671 0.6008 1.0000")
+
+
+def test_crest_shares_go_by_rank_and_not_by_the_number_of_the_class():
+    text = "0.2154 0.2554 0.3012 0.3583 0.4260 0.5048 0.5994 0.7109 0.8431 1.0000"
+    close(crest.shares(N.numpy()), text)
+    mixed = np.random.default_rng(0).permutation(10)
+    close(crest.shares(N.numpy()[mixed]), " ".join(np.array(text.split())[mixed]))
+
+
+def test_alignment_targets():
+    for generation, generations, text in [
+            (0, 5, "0.4032 0.2417 0.1449 0.0868 0.0519 0.0312 0.0185 0.0110 0.0067 0.0040"),
+            (2, 5, "0.3260 0.2221 0.1513 0.1031 0.0700 0.0478 0.0324 0.0219 0.0151 0.0103"),
+            (4, 5, "0.2449 0.1896 0.1468 0.1136 0.0878 0.0681 0.0525 0.0405 0.0316 0.0245"),
+            (0, 1, "0.4032 0.2417 0.1449 0.0868 0.0519 0.0312 0.0185 0.0110 0.0067 0.0040")]:
+        close(crest.alignment_target(N, generation, generations), text)
+
+
+def test_mitigating_vector():
+    close(sar.mitigating_vector(N + M),
+          "0.1510 0.1629 0.1938 0.2556 0.3659 0.5536 0.8722 1.4103 2.2818 3.7527")
+
+
+def test_daso_blend_weights():
+    close(daso.blend_weights(N + M, 1.5),
+          "1.0000 0.7109 0.5054 0.3593 0.2552 0.1815 0.1288 0.0912 0.0652 0.0464")
+    close(daso.blend_weights(N + M, 0.3),
+          "1.0000 0.1815 0.0330 0.0060 0.0011 0.0002 0.0000 0.0000 0.0000 0.0000")
+
+
+def test_darp_due_numbers():
+    t = darp.due_numbers(N, 11163)
+    close(t, "4501.2 2697.7 1617.4 969.3 579.2 348.1 207.1 123.0 75.0 45.0", 0.06)
+    assert (2 * t).long().tolist() == [9002, 5395, 3234, 1938, 1158, 696, 414, 246, 150, 90]
+    close(darp.due_numbers(N, 7443),
+          "3001.2 1798.7 1078.4 646.3 386.2 232.1 138.1 82.0 50.0 30.0", 0.06)
+
+
+# ---------------------------------------------------------------------------------------------
+# the whole run: reductions, resume, files
+
+
+def base_run(out, base="fixmatch"):
+    return train(out, f"--base {base} --method none")
+
+
+@pytest.mark.parametrize("base", ["fixmatch", "mixmatch"])
+@pytest.mark.parametrize("flags", [
+    "--method crest --crest_generations 1", "--method sar --sar_start 1",
+    "--method daso --daso_start 1", "--method darp --darp_warm 1"])
+def test_a_method_that_is_switched_off_is_its_base(tmp_path, base, flags):
+    ours, plain = train(tmp_path / "a", f"--base {base} {flags}"), base_run(tmp_path / "b", base)
+    assert all(same(ours[part], plain[part]) for part in ("model", "ema", "optimizer", "history"))
+
+
+@pytest.mark.parametrize("base", ["fixmatch", "mixmatch"])
+@pytest.mark.parametrize("method", RIVALS)
+def test_switched_on_it_is_not_and_it_resumes_exactly(tmp_path, monkeypatch, base, method):
+    flags = f"--base {base} --method {method} {EAGER[method]}"
+    if base == "fixmatch":
+        flags += " --tau 0.1 --n_strong 2"
+    whole = train(tmp_path / "whole", flags)
+    plain = flags.replace(EAGER[method], "").replace(f"--method {method}", "--method none")
+    plain = train(tmp_path / "plain", plain)["model"]
+    assert not same({k: whole["model"][k] for k in plain}, plain)
+
+    def see(self, step, losses):                              # a signal comes in iteration 11
+        common.interrupt.wished = step == 10
+    monkeypatch.setattr(common.Watch, "see", see)
+    assert train(tmp_path / "parts", flags) == 130
+    monkeypatch.undo()
+    common.interrupt.wished = False
+    assert same(whole, train(tmp_path / "parts", flags + " --resume"))
+
+
+@pytest.mark.parametrize("method", RIVALS)
+def test_evaluate_judges_a_run_as_training_did(tmp_path, method):
+    state = train(tmp_path, f"--method {method} {EAGER[method]}")
+    _, _, now, mean = evaluate.judge(tmp_path)
+    assert now["bacc"] == pytest.approx(state["history"][-1]["bacc"])
+    assert mean["gm"] == pytest.approx(json.loads((tmp_path / "result.json").read_text())["gm"])
+
+
+@pytest.mark.parametrize("flags,named", [
+    ("--method crest --gamma_u 1", "--crest_anyway"),
+    ("--method crest+ --reverse_u", "--gamma_u"), ("--method darp --darp_warm 2", "--darp_warm"),
+    ("--method daso --daso_td 0", "--daso_td"), ("--method abc --darp_warm 0.2", "--darp_warm"),
+    ("--method crest --crest_generations 0", "--crest_generations"),
+    ("--base supervised --method darp", "--method")])
+def test_wrong_flags_end_in_one_sentence(flags, named, tmp_path, capsys):
+    argv = [*TINY.split(), *flags.split(), "--out", str(tmp_path / "run")]
+    code, err = run(baselines.main, argv, capsys)
+    assert code == 2 and err.count("\n") == 1 and named in err
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# DARP
+
+
+def test_refined_labels_meet_rows_and_columns():
+    torch.manual_seed(0)
+    Q = (3 * torch.randn(3000, 10) + torch.linspace(2, -2, 10)).softmax(1)
+    t = darp.due_numbers(N, 3000)
+    errors = []
+    for outer in (1, 2, 4, 10):
+        R = darp.refined(Q, t, outer)
+        assert (R.sum(1) - 1).abs().max() < 1e-12 and (R >= 0).all()
+        errors.append((R.sum(0) - t).abs().max().item())
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1
+
+
+def test_refinement_against_a_general_solver():
+    """min sum_m KL(R_m || A_m) / H_m by SciPy's constrained minimiser, on 7 images of 3 classes."""
+    torch.manual_seed(1)
+    Q, t = torch.randn(7, 3).softmax(1), torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64)
+    A = darp.trim(Q, t, delta=10.0)                                            # keeps all rows
+    H, ours = darp.entropy(A).numpy(), darp.refined(Q, t, outer=200, delta=10.0).numpy()
+    A = A.numpy()
+
+    def objective(r):
+        r = r.reshape(7, 3)
+        return ((r * np.log(r / A)).sum(1) / H).sum()
+    sums = [{"type": "eq", "fun": lambda r: r.reshape(7, 3).sum(1) - 1},
+            {"type": "eq", "fun": lambda r: r.reshape(7, 3).sum(0)[:2] - t.numpy()[:2]}]
+    best = optimize.minimize(objective, A.ravel(), method="SLSQP", bounds=[(1e-9, 1)] * 21,
+                             constraints=sums, options={"maxiter": 500, "ftol": 1e-14})
+    assert best.success
+    assert objective(ours.ravel()) == pytest.approx(best.fun, rel=1e-6)
+    np.testing.assert_allclose(ours.ravel(), best.x, atol=1e-4)
+
+
+def test_trimming_by_hand():
+    Q = torch.tensor([[.9, .1], [.8, .2], [.3, .7], [.6, .4]])
+    A = darp.trim(Q, torch.tensor([1.0, 1.0], dtype=torch.float64), delta=2.0).numpy()
+    # class 0 keeps rows 0, 1 (sum 1.7), class 1 rows 2, 3 (sum 1.1); each scaled to sum to 1
+    by_hand = np.array([[.9 / 1.7, 0], [.8 / 1.7, 0], [0, .7 / 1.1], [0, .4 / 1.1]]) + 1e-6
+    np.testing.assert_allclose(A, by_hand / by_hand.sum(1, keepdims=True), atol=1e-5)
+
+
+def test_raw_predictions_are_stored_and_refined_ones_used(tmp_path):
+    """During warm-up Q fills and labels stay; from then on the batch gets rows of R."""
+    cfg, _ = baselines.config([*TINY.split(), "--method", "darp", "--darp_warm", "0.1"])
+    index_u = np.array([5, 3, 8])
+    method = darp.DARP(SimpleNamespace(
+        cfg=cfg, dataset=SimpleNamespace(num_classes=2, labels=np.zeros(9)), index_u=index_u,
+        counts=torch.tensor([2.0, 1.0], dtype=torch.float64)))
+    p = torch.tensor([[.9, .1], [.4, .6]])
+    early = method.refine(p, SimpleNamespace(step=0, index_u=np.array([8, 5])))
+    assert torch.equal(early, p)
+    assert torch.equal(method.Q, torch.tensor([[.4, .6], [.5, .5], [.9, .1]]))
+    late = method.refine(p, SimpleNamespace(step=2, index_u=np.array([8, 5])))
+    torch.testing.assert_close(method.R.sum(0), torch.tensor([2.0, 1.0]), atol=0.01, rtol=0)
+    assert torch.equal(late, method.R[[2, 0]])
+
+
+def test_the_confusion_estimate_recovers_known_counts():
+    g = torch.Generator().manual_seed(0)
+    C = torch.rand(4, 4, generator=g, dtype=torch.float64) + 3 * torch.eye(4)
+    C /= C.sum(0)                                             # column j: mean prediction of class j
+    counts, y = torch.tensor([40, 30, 20, 10]), torch.arange(4).repeat_interleave(5)
+    p_u = C.T[torch.arange(4).repeat_interleave(counts)]
+    estimate, good = darp.invert_confusion(C.T[y], y, p_u)
+    assert good and torch.allclose(estimate, counts.double())
+    nearly_alike = 0.01 * C.T[y] + 0.99 * C.T[y].mean(0)      # condition number about 100 times
+    assert not darp.invert_confusion(nearly_alike, y, p_u)[1]
+
+
+def test_hold_out_never_takes_more_than_half_of_a_class():
+    labels = np.repeat(np.arange(4), [100, 20, 5, 2])
+    rows, held = darp.hold_out(labels, 0)
+    assert np.bincount(labels[held]).tolist() == [10, 10, 2, 1]
+    assert sorted([*rows, *held]) == list(range(127))
+
+
+def test_estimated_targets_count_the_labeled_images_of_a_union_pool(tmp_path, capsys):
+    for pool, total in (("disjoint", 0), ("union", 1)):
+        flags = f"--method darp --darp_warm 0.2 --darp_estimate --pool {pool}"
+        t, counts = train(tmp_path / pool, flags)["method"]["t"], data.class_counts(100, 10, 100)
+        assert t.sum().item() == pytest.approx(sum(counts) * (1 + total), rel=1e-6)
+        assert (t >= torch.tensor(counts) * total - 1e-6).all()
+    assert "estimated counts" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------
+# CReST
+
+
+def test_selection_by_hand():
+    predicted, confidence = np.array([0, 0, 0, 0, 1, 1, 2]), np.array([.5, .9, .7, .6, .3, .8, .4])
+    labels = crest.select(predicted, confidence, np.array([0.5, 0.6, 1.0]))
+    assert labels.tolist() == [-1, 0, 0, -1, -1, 1, 2]        # int(0.6 * 2) = 1 of class 1
+
+
+def test_generations_start_again_with_more_labels(tmp_path):
+    flags = "--method crest --crest_generations 2 --iters 12 --eval_every 3 --pool union"
+    state = train(tmp_path, flags)
+    cfg, _ = baselines.config([*TINY.split(), *flags.split()])
+    index_l, index_u = data.split(data.load("synthetic", image_size=8), cfg)
+    adopted = state["method"]["adopted"].numpy()
+    assert state["method"]["_extra_state"] == 1 and (adopted >= 0).any()
+    assert not (adopted[np.isin(index_u, index_l)] >= 0).any()
+    # Adam has made only the steps of the second generation.
+    assert {int(s["step"]) for s in state["optimizer"]["state"].values()} == {6}
+    assert json.loads((tmp_path / "result.json").read_text())["evaluations"] == 2
+
+
+def test_progressive_alignment_by_hand():
+    cfg = SimpleNamespace(crest_generations=3, batch_size=2, seed=0, iters=9)
+    method = crest.CReSTPlus(SimpleNamespace(
+        cfg=cfg, counts=torch.tensor([8.0, 2.0], dtype=torch.float64), index_l=np.array([0]),
+        index_u=np.array([1]), dataset=SimpleNamespace(num_classes=2, labels=np.zeros(2, int))))
+    method.generation += 1
+    p = torch.tensor([[.9, .1], [.5, .5]])
+    target = np.array([8, 2]) ** .75 / (8 ** .75 + 2 ** .75)
+    expected = p.numpy() * target / .5
+    expected /= expected.sum(1, keepdims=True)
+    ours = method.refine(p, SimpleNamespace(step=0))
+    np.testing.assert_allclose(ours, expected, rtol=1e-4)
+    mean = (127 * np.array([.5, .5]) + p.mean(0).numpy()) / 128       # the next step's divisor
+    expected = p.numpy() * target / mean
+    np.testing.assert_allclose(method.refine(p, SimpleNamespace(step=1)),
+                               expected / expected.sum(1, keepdims=True), rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------
+# ABC
+
+
+def test_with_all_kept_abc_is_a_plain_second_head():
+    g = torch.Generator().manual_seed(0)
+    logits, y, ones = torch.randn(5, 3, generator=g), torch.tensor([0, 1, 2, 0, 1]), torch.ones(3)
+    draw = torch.rand(5, generator=g)
+    assert abc_head.thinned_loss(logits, y, ones, draw) == F.cross_entropy(logits, y)
+    q = torch.tensor([[.97, .02, .01], [.1, .8, .1]])         # only the first one is sure enough
+    rows = torch.randn(4, 3, generator=g)                     # two views of each
+    log_p = rows.double().log_softmax(1).numpy()
+    by_hand = -sum((q[0].numpy() * log_p[v]).sum() for v in (0, 1)) / 2
+    assert abc_head.consistency_loss(rows, q, ones, draw[:2]).item() == pytest.approx(by_hand)
+
+
+def test_thinning_balances_the_classes():
+    y = torch.arange(10).repeat_interleave(N.long())
+    draw = torch.rand(len(y), generator=torch.Generator().manual_seed(0))
+    kept = torch.bincount(y[draw < abc_head.keep_rates(N)[y]], minlength=10).double()
+    assert (kept - 15).abs().max() < 4 * np.sqrt(15)          # 15 expected of every class
+    loss = abc_head.thinned_loss(torch.zeros(len(y), 10), y, abc_head.keep_rates(N), draw)
+    assert loss.item() == pytest.approx(kept.sum().item() * np.log(10) / len(y), rel=1e-5)
+
+
+def test_abc_predicts_with_its_own_head(tmp_path):
+    state = train(tmp_path, "--method abc")
+    assert not same(state["ema"]["auxiliary.weight"], state["ema"]["classifier.weight"])
+    _, _, predict, _ = evaluate.load_run(tmp_path)
+    x = torch.randn(4, 3, 8, 8)
+    model = predict.args[0]
+    assert torch.equal(predict(x), model.auxiliary(model.features(x)))
+
+
+# ---------------------------------------------------------------------------------------------
+# SaR, DASO
+
+
+def sar_method(temperature=None):
+    cfg = SimpleNamespace(sar_start=0.0, iters=10)
+    if temperature:
+        cfg.temperature = temperature
+    return sar.SaR(SimpleNamespace(cfg=cfg, index_u=np.arange(4), dataset=SimpleNamespace(
+        num_classes=3, labels=np.zeros(4))))
+
+
+def test_sar_counts_the_newest_raw_predictions_of_seen_images():
+    method = sar_method()
+    p = torch.tensor([[.5, .3, .2], [.6, .3, .1], [.1, .2, .7]])
+    assert torch.equal(method.refine(p, SimpleNamespace(index_u=np.array([0, 1, 2]))), p)
+    method.refine(p[2:], SimpleNamespace(index_u=np.array([1])))      # image 1 changes its mind
+    method.after_epoch(1)
+    counts = np.array([1., 1., 2.])                           # class 1: never, counts as 1
+    beta = (counts.mean() - 1) / counts.mean()
+    v = (1 - beta) / (1 - beta ** counts)
+    np.testing.assert_allclose(method.v, 3 * v / v.sum(), rtol=1e-6)
+    refined = method.refine(p, SimpleNamespace(index_u=np.array([0, 1, 2])))
+    expected = p.numpy() * v
+    np.testing.assert_allclose(refined, expected / expected.sum(1, keepdims=True), rtol=1e-5)
+    assert method.newest.tolist() == [0, 0, 2, -1]
+
+
+def test_sar_on_mixmatch_acts_before_the_sharpening():
+    method, p = sar_method(0.5), torch.tensor([[.5, .3, .2]])
+    method.v.copy_(torch.tensor([.5, 1., 1.5]))
+    ours = method.refine(sharpen(p, 0.5), SimpleNamespace(index_u=np.array([0])))
+    weighted = p * method.v
+    torch.testing.assert_close(ours, sharpen(weighted / weighted.sum(1, True), 0.5))
+
+
+def daso_method(features, start=0.02):
+    cfg = SimpleNamespace(daso_td=1.5, daso_start=start, iters=100, base="fixmatch")
+    model = SimpleNamespace(classifier=SimpleNamespace(in_features=2))
+    ema = SimpleNamespace(model=SimpleNamespace(features=features))
+    return daso.DASO(SimpleNamespace(cfg=cfg, model=model, ema=ema,
+                                     dataset=SimpleNamespace(num_classes=3)))
+
+
+def test_queues_are_first_in_first_out(monkeypatch):
+    monkeypatch.setattr(daso, "QUEUE", 4)
+    method, queues = daso_method(lambda x: x), [deque(maxlen=4) for _ in range(3)]
+    g = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        x, y = torch.randn(5, 2, generator=g), torch.randint(2, (5,), generator=g)
+        method.push(x, y)
+        for row, k in zip(x, y):
+            queues[k].append(row)
+    for k in range(2):
+        torch.testing.assert_close(method.centres[k], torch.stack(list(queues[k])).mean(0))
+    assert torch.equal(method.centres[2], torch.zeros(2))     # no image of class 2 came
+
+
+def test_blending_and_alignment_by_hand():
+    method = daso_method(lambda x: x)
+    centres = torch.tensor([[2., 0.], [0., 1.], [-3., 0.]])
+    batch = SimpleNamespace(step=1, x_l=centres, y_l=torch.arange(3), z_u=torch.tensor([[1., 1.]]))
+    p = torch.tensor([[.2, .5, .3]])
+    assert torch.equal(method.refine(p, batch), p)            # before the start
+    assert method.histogram.tolist() == [0, 1, 0]             # a window of two, this one ends it
+    method.histogram.copy_(torch.tensor([8., 1., 0.]))
+    batch.step = 2
+    cosine = np.array([1, 1, -1]) / np.sqrt(2)
+    q = np.exp(cosine / .05) / np.exp(cosine / .05).sum()
+    v = (1 / 8) ** (1 / 1.5)                                  # of class 1 = argmax p
+    blended = (1 - v) * p[0].numpy() + v * q
+    np.testing.assert_allclose(method.refine(p, batch)[0].numpy(), blended, rtol=1e-4)
+    batch.z = torch.cat([torch.zeros(3, 2), torch.tensor([[1., 0.], [0., 1.]])])
+    rows = np.array([[1, 0, -1], [0, 1, 0]]) / .05            # cosines of the two strong views
+    log_p = rows - np.log(np.exp(rows).sum(1, keepdims=True))
+    assert method.extra_loss(batch).item() == pytest.approx(-(q * log_p).sum(1).mean(), rel=1e-4)
