@@ -128,8 +128,10 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(tmp_path, caps
 # a folder in use
 
 
-def test_a_folder_in_use_is_left_alone_until_its_process_dies(tmp_path, capsys):
+def test_a_folder_in_use_is_left_alone_until_its_process_dies(tmp_path_factory, capsys):
+    tmp_path = tmp_path_factory.mktemp("run")
     train(tmp_path)
+    common.lock(tmp_path_factory.mktemp("other"))     # a process has one run at a time: let go
     before = files(tmp_path)
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, os, sys, time\n"
@@ -179,7 +181,7 @@ def test_a_signal_in_the_middle_of_saving(tmp_path, monkeypatch, capsys, listeni
         fsync(descriptor)
     monkeypatch.setattr(os, "fsync", interrupted)
     assert train(tmp_path / "run") == 130
-    assert "stopped after iteration 3" in capsys.readouterr().out
+    assert "stopped after iteration 4" in capsys.readouterr().out
     assert signal.getsignal(number) == signal.SIG_DFL                # a second one would end it
     common.interrupt.wished = False
     monkeypatch.undo()
