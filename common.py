@@ -323,7 +323,8 @@ def check_same_run(checkpoint, now, folder, schedule):
     if saved.keys() != now.keys():
         raise UserError(f"--out {folder} holds a run of another script or version, whose flags are "
                         f"others; resume it with that one, or choose another --out")
-    for key in sorted(saved.keys() - set(FREE) | ({"iters"} if schedule else set())):
+    keys = saved.keys() - set(FREE) | ({"iters"} if schedule else set())
+    for key in sorted(keys, key=lambda k: (k != "dataset", k)):      # it drags others along
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
