@@ -1,4 +1,4 @@
-"""One run over several processes: each works on its slice of every batch, all hold the same weights.
+"""One run over several processes: each works on its slice of every batch, the weights are the same.
 
     torchrun --standalone --nproc_per_node 4 train_fixmatch.py --dataset cifar10
 

@@ -1,22 +1,13 @@
 """Several processes: the same run as with one, stopped and resumed together, down if one dies."""
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
-import common
-import data
-import distributed
-import models
-import train_fixmatch
 from test_train_fixmatch import same
 from worker import run
 
@@ -53,7 +44,8 @@ def state(folder):
 # N processes = one process
 
 EXACT = {
-    "l2ac": ("f", "--tau 0.2 --n_strong 2"), "official": ("f", "--tau 0.2 --n_strong 1 --recipe official --omega_every 2"),
+    "l2ac": ("f", "--tau 0.2 --n_strong 2"),
+    "official": ("f", "--tau 0.2 --n_strong 1 --recipe official --omega_every 2"),
     "joint": ("f", "--method attractor"), "single": ("f", "--method single_level"),
     "unroll": ("f", "--tau 0.2 --method full_unroll"), "mixmatch": ("m", ""),
     "ldam": ("b", "--base supervised --method ldam"),
@@ -108,7 +100,8 @@ def tensors(x):
 # stopped and resumed; what every process sees
 
 
-RESUMED = {"f": "--tau 0.2", "m": "", "b": "--base supervised --method crt --iters 10 --crt_iters 10"}
+RESUMED = {"f": "--tau 0.2", "m": "",
+           "b": "--base supervised --method crt --iters 10 --crt_iters 10"}
 
 
 @pytest.fixture(scope="module")
