@@ -273,7 +273,7 @@ def predict_pictures(folder, path, out):
                    for file, k, p in zip(files, label.tolist(), probability.tolist()))
     if out is None:
         return print(text.getvalue(), end="")
-    common.write(Path(out), lambda file: file.write(text.getvalue().encode()))
+    common.write(Path(out), text.getvalue().encode())
     print(f"{len(files)} predictions in {out}")
 
 
