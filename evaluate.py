@@ -146,7 +146,7 @@ def choose_test(labels, num_classes, kind, gamma, seed):
     full = min(len(m) for m in members)
     counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
     if min(counts) < 1:
-        raise data.DataError(f"--gamma_t {gamma:g}: a class would be left without a test image, the "
+        raise data.DataError(f"--gamma_t {gamma:g} would leave a class without a test image, the "
                              f"smallest has {full}; choose a smaller one")
     if kind == "random":
         counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)

@@ -90,7 +90,8 @@ def test_a_broken_archive_is_one_sentence(cifar10, damage):
 
 def test_cifar100(tmp_path, monkeypatch, offline):
     x, y, names = noise(200, 32, 32, 3), np.arange(200) % 100, [f"thing {k}" for k in range(100)]
-    files = {"train": pickled(x, y, "fine_labels"), "test": pickled(x[:100], y[:100], "fine_labels"),
+    files = {"train": pickled(x, y, "fine_labels"),
+             "test": pickled(x[:100], y[:100], "fine_labels"),
              "meta": pickle.dumps({"fine_label_names": names})}
     files = {f"cifar-100-python/{name}": blob for name, blob in files.items()}
     sums = write_tar(tmp_path / "cifar-100-python.tar.gz", files)
