@@ -21,6 +21,9 @@ The chain rule is then  dL_bal/domega = d/domega <g(omega), C> = d/domega sum_i 
 with u_i = C_W z_i + C_b: one backward pass through N x K numbers and the small MLP. It holds for
 every lower loss that is a function of the logits l^ and every update rule of phi.
 
+Where the rows of L and the balanced batch are spread over several processes, L and L_bal are means
+over processes, hence so are g, C and the answer: `average` takes these means, all else is local.
+
 No backbone pass, no data, no BatchNorm, no optimizer step on theta and phi.
 """
 from typing import NamedTuple
@@ -69,22 +72,23 @@ def balanced_loss(z_b, y_b, weight, bias):
     return F.cross_entropy(F.linear(z_b, weight, bias), y_b)                   # Eq. 5
 
 
-def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b):
+def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b, average=list):
     """(L_bal, [dL_bal/domega]) from first derivatives.
 
     lower_loss  function of l^ (N, K) -> scalar, the loss L of Eq. 3
     logits, z   (N, K), (N, D) of the rows of L;   z_b, y_b  (M, D), (M,) of the balanced batch
     inner       InnerSteps of W (K, D) and b (K,)
+    average     tensors -> their means over processes (distributed.average)
     """
     l_hat = adapt(logits.detach(), attractor)                                  # (N, K)
     r, = torch.autograd.grad(lower_loss(l_hat), l_hat, create_graph=True)      # (N, K) dL/dl^
     z, rows = z.detach(), r.detach()
-    g = [(rows.T @ z).requires_grad_(), rows.sum(0).requires_grad_()]          # (K, D), (K,)
+    g = [t.requires_grad_() for t in average([rows.T @ z, rows.sum(0)])]       # (K, D), (K,)
     loss_bal = balanced_loss(z_b, y_b, *map(update, inner, g))                 # Eq. 4, 5
-    c_weight, c_bias = torch.autograd.grad(loss_bal, g)                        # (K, D), (K,)
+    c_weight, c_bias = average(torch.autograd.grad(loss_bal, g))               # (K, D), (K,)
     u = z @ c_weight.T + c_bias                                                # (N, K)
     gradient = torch.autograd.grad((r * u).sum(), list(attractor.parameters()))  # Eq. 6
-    return loss_bal.detach(), gradient
+    return loss_bal.detach(), average(gradient)
 
 
 def reference_gradient(attractor, lower_loss, z, inner, z_b, y_b):
@@ -96,16 +100,18 @@ def reference_gradient(attractor, lower_loss, z, inner, z_b, y_b):
     return loss_bal.detach(), torch.autograd.grad(loss_bal, list(attractor.parameters()))
 
 
-def full_unroll(model, attractor, lower_loss, logits, inner, x_b, y_b):
+def full_unroll(model, attractor, lower_loss, logits, inner, x_b, y_b, average=list):
     """What bi-level code usually does: the step of *every* parameter depends on omega.
 
     `logits` (N, K) come with the graph of the whole network; it is differentiated twice. Returns
-    L_bal, dL_bal/domega and the lower gradients, so that the caller can step without a second
-    backward pass. The paper's cost table calls this "L2AC (traditional)".
+    L_bal, dL_bal/domega and the lower gradients (of this process's rows), so that the caller can
+    step without a second backward pass. The paper's cost table calls this "L2AC (traditional)".
     """
     names, params = zip(*model.named_parameters())
-    g = torch.autograd.grad(lower_loss(adapt(logits, attractor)), params, create_graph=True)
+    own = torch.autograd.grad(lower_loss(adapt(logits, attractor)), params, create_graph=True)
+    g = [t.requires_grad_() for t in average([t.detach() for t in own])]
     moved = dict(zip(names, map(update, inner, g)))                            # Eq. 4 for theta too
     loss_bal = F.cross_entropy(functional_call(model, moved, (x_b,)), y_b)     # Eq. 5
-    gradient = torch.autograd.grad(loss_bal, list(attractor.parameters()))     # Eq. 6
-    return loss_bal.detach(), gradient, [x.detach() for x in g]
+    c = average(torch.autograd.grad(loss_bal, g))
+    gradient = torch.autograd.grad(own, list(attractor.parameters()), c)       # Eq. 6
+    return loss_bal.detach(), average(gradient), [t.detach() for t in own]

@@ -2,6 +2,8 @@
 EMA, checkpoint, log, screen. Nouns only: no loop, no loss, no `if method ==`.
 """
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
@@ -17,6 +19,13 @@ from pathlib import Path
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+import distributed
+
+try:
+    import fcntl
+except ImportError:                                  # Windows: there a run folder is not locked
+    fcntl = None
 
 # ---------------------------------------------------------------------------------------------
 # defaults: later tables win over earlier ones, a flag on the command line wins over all
@@ -79,6 +88,10 @@ def resolve(args, base):
     if args.compile and args.method == "full_unroll":
         raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
                         "differentiate twice")
+    for key in {"batch_size", "batch_size_u"} & vars(args).keys():
+        if getattr(args, key) % distributed.size():
+            raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by the "
+                            f"{distributed.size()} processes; choose a multiple of their number")
     args.base, args.out = base, args.out or default_out(args, base)
     return args
 
@@ -227,16 +240,23 @@ def pick_device(args):
     if args.dtype == "bfloat16" and name != "cuda":
         raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
     args.device, args.threads = name, torch.get_num_threads()        # resolved, for config.json
-    return torch.device(name)
+    several = name == "cuda" and distributed.size() > 1
+    return torch.device(name, int(os.environ["LOCAL_RANK"]) if several else None)
 
 
 def exit_cleanly(main, *expected):
     """Run a script's main: expected errors become one sentence on stderr and exit code 2."""
     try:
-        sys.exit(main())
+        status = main()
+        distributed.stop()
+        sys.exit(status)
     except BrokenPipeError:                          # `... | head` closed our output
         sys.exit(1)
     except (UserError, *expected) as error:
+        if distributed.rank():                       # all processes met it, the first one tells
+            sys.exit(2)
+        sentence = str(error)
+    except distributed.LostProcess as error:
         sentence = str(error)
     except torch.OutOfMemoryError:
         sentence = "the device has too little memory; lower --batch_size or take a smaller --model"
@@ -267,37 +287,63 @@ class EMA:
 # ---------------------------------------------------------------------------------------------
 # the run folder: config.json, log.csv, last.pt, prev.pt, result.json
 
-FILES = ("config.json", "log.csv", "last.pt", "prev.pt", "result.json")
+FILES = ("config.json", "log.csv", "last.pt", "prev.pt", "damaged.pt", "result.json")
 FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir", "facts")
+CONTENTS = {"step": int, "config": dict, "history": list, "model": dict, "ema": dict}   # of last.pt
 
 
 def open_run(args, schedule=True):
-    """Make --out ready and return (folder, checkpoint or None). Refuses to touch another run.
+    """(folder, checkpoint or None) of --out. Refuses to touch another run; changes no file yet.
 
     schedule: something in the run is a fraction of --iters, so --resume cannot make it longer.
     """
     folder = Path(args.out)
+    return folder, distributed.from_first(lambda: find_checkpoint(args, folder, schedule))
+
+
+def find_checkpoint(args, folder, schedule):
+    if args.resume and args.overwrite:
+        raise UserError("--resume and --overwrite exclude each other; give one of them")
+    lock(folder)
     held = [name for name in FILES if (folder / name).exists()]
     if held and not (args.resume or args.overwrite):
         raise UserError(f"--out {folder} already holds a run ({held[0]}); add --resume to continue "
                         f"it, --overwrite to replace it, or choose another --out")
-    if args.resume and args.overwrite:
-        raise UserError("--resume and --overwrite exclude each other; give one of them")
     checkpoint = load_checkpoint(folder) if args.resume else None
     if checkpoint:
         check_same_run(checkpoint, vars(args), folder, schedule)
     elif args.resume and {"log.csv", "result.json"} & set(held):
         raise UserError(f"--resume: {folder} holds results but no checkpoint to continue from; "
                         f"choose another --out, or --overwrite them")
+    return checkpoint
+
+
+locked = None                                        # the folder of this process's run, kept open
+
+
+def lock(folder):
+    """Keep other processes out of the folder. The lock ends with the process, however it ends."""
+    global locked
+    if locked is not None:
+        os.close(locked)                             # a process has one run at a time
+        locked = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES if args.overwrite else ():
-            (folder / name).unlink(missing_ok=True)
-        write_json(folder / "config.json", vars(args) | versions())
+        locked = os.open(folder, os.O_RDONLY) if fcntl else None
     except OSError as error:
-        raise UserError(f"--out {folder} cannot be written ({error.strerror}); "
-                        f"choose another folder") from None
-    return folder, checkpoint
+        raise cannot_write(folder, error) from None
+    try:
+        if fcntl:
+            fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--out {folder} is in use by another process; wait until it ends, or "
+                        f"choose another --out") from None
+    except OSError:
+        pass                                         # a file system without locks
+
+
+def cannot_write(folder, error):
+    return UserError(f"--out {folder} cannot be written ({error.strerror}); choose another folder")
 
 
 def check_same_run(checkpoint, now, folder, schedule):
@@ -305,13 +351,14 @@ def check_same_run(checkpoint, now, folder, schedule):
     if saved.keys() != now.keys():
         raise UserError(f"--out {folder} holds a run of another script or version, whose flags are "
                         f"others; resume it with that one, or choose another --out")
-    if saved["facts"] != now["facts"]:
-        raise UserError(f"--dataset {now['dataset']} has other classes, colours or sizes than when "
-                        f"the run in {folder} began; restore it, or choose another --out")
-    for key in sorted(saved.keys() - set(FREE) | ({"iters"} if schedule else set())):
+    keys = saved.keys() - set(FREE) | ({"iters"} if schedule else set())
+    for key in sorted(keys, key=lambda k: (k != "dataset", k)):      # it drags others along
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
+    if saved["facts"] != now["facts"]:
+        raise UserError(f"--dataset {now['dataset']} has other classes, colours or sizes than when "
+                        f"the run in {folder} began; restore it, or choose another --out")
     if checkpoint["step"] > now["iters"]:
         raise UserError(f"--iters is {now['iters']}, but the run in {folder} is already at "
                         f"{checkpoint['step']}; ask for more, or choose another --out")
@@ -322,19 +369,27 @@ def versions():
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
         capture_output=True).stdout.strip()          # None or "" outside a checkout
     packages = {name: metadata.version(name) for name in ("torch", "torchvision", "numpy")}
-    return packages | {"python": sys.version.split()[0], "commit": commit}
+    return packages | {"python": sys.version.split()[0], "commit": commit,
+                       "processes": distributed.size()}
 
 
-def write(path, save, keep=None):
-    """save(file), all or nothing: a reader never meets half a file, a crash leaves the old one.
+def write(path, content, keep=None):
+    """bytes, all or nothing: a reader never meets half a file, a crash leaves the old one.
 
     The file that was there is kept under the name `keep`, if one is given.
     """
+    if distributed.rank():
+        return                                       # the first process writes for all
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        save(file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()                       # a full disk needs the room
+        raise OSError(error.errno, error.strerror, str(path)) from None
     if keep and path.exists():
         os.replace(path, keep)
     os.replace(temporary, path)
@@ -346,14 +401,15 @@ def to_json(content):
 
 
 def write_json(path, content):
-    write(path, lambda file: file.write(to_json(content).encode()))
+    write(path, to_json(content).encode())
 
 
 def write_log(folder, history):
     """log.csv from all evaluations so far; on resume this also cuts off later rows."""
-    lines = [",".join(history[0])] if history else []
-    lines += [",".join(f"{v:.6g}" for v in row.values()) for row in history]
-    write(folder / "log.csv", lambda file: file.write("".join(f"{x}\n" for x in lines).encode()))
+    names = list(history[-1]) if history else []     # older rows may lack a column
+    lines = [",".join(names)] if history else []
+    lines += [",".join(f"{row.get(name, math.nan):.6g}" for name in names) for row in history]
+    write(folder / "log.csv", "".join(f"{x}\n" for x in lines).encode())
 
 
 def save_checkpoint(folder, parts, **plain):
@@ -362,38 +418,63 @@ def save_checkpoint(folder, parts, **plain):
     parts: {name: anything with a state_dict}.
     """
     state = {name: part.state_dict() for name, part in parts.items()} | plain
-    write(folder / "last.pt", lambda file: torch.save(state, file), keep=folder / "prev.pt")
+    memory = io.BytesIO()                            # torch.save hides what a full disk says
+    torch.save(state, memory)
+    write(folder / "last.pt", memory.getbuffer(), keep=folder / "prev.pt")
 
 
-def restore(checkpoint, parts, cfg):
-    """Put a checkpoint (or None) back into its parts; (step, seconds, history) to go on from."""
-    if checkpoint is None:
-        return 0, 0.0, []
-    step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
-    shorter = step == checkpoint["config"]["iters"] < cfg.iters
-    if shorter and step % cfg.eval_every:
-        history.pop()                                # its last row is off the grid of this run
-    for name, part in parts.items():
-        part.load_state_dict(checkpoint[name])
+def restore(folder, checkpoint, parts, cfg):
+    """Put a checkpoint (or None) back into its parts; (step, seconds, history) to go on from.
+
+    Only now that everything fits, files of the folder are touched.
+    """
+    step, seconds, history = 0, 0.0, []
+    try:
+        if checkpoint:
+            step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
+            shorter = step == checkpoint["config"]["iters"] < cfg.iters
+            if shorter and step % cfg.eval_every:
+                history.pop()                        # its last row is off the grid of this run
+            for name, part in parts.items():
+                part.load_state_dict(checkpoint[name])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(f"--resume: {folder / checkpoint['file']} does not fit this command or "
+                        f"these data ({type(error).__name__}); call the script that made the run, "
+                        f"or choose another --out") from None
+    distributed.from_first(lambda: prepare(folder, checkpoint, history, cfg))
     return step, seconds, history
+
+
+def prepare(folder, checkpoint, history, cfg):
+    try:
+        for name in FILES if cfg.overwrite else ():
+            (folder / name).unlink(missing_ok=True)
+        if checkpoint and checkpoint["file"] == "prev.pt" and (folder / "last.pt").exists():
+            os.replace(folder / "last.pt", folder / "damaged.pt")    # or it would become prev.pt
+        write_json(folder / "config.json", vars(cfg) | versions())
+        if checkpoint:
+            write_log(folder, history)               # cuts off later rows
+    except OSError as error:
+        raise cannot_write(folder, error) from None
 
 
 def load_checkpoint(folder):
     """The newest checkpoint that can be read, or None where there is none at all."""
-    found = [folder / n for n in ("last.pt", "prev.pt") if (folder / n).exists()]
-    for path in found:
+    problems = []
+    for path in [folder / n for n in ("last.pt", "prev.pt") if (folder / n).exists()]:
         try:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # never runs code
-            if {"step", "config", "history", "model", "ema"} <= checkpoint.keys():
-                return checkpoint
-            reason = "not a checkpoint of ours"
+            if all(isinstance(checkpoint[key], kind) for key, kind in CONTENTS.items()):
+                for problem in problems:
+                    print(f"WARNING: {problem}; falling back to {path}", file=sys.stderr)
+                return checkpoint | {"file": path.name}
+            problem = "not a checkpoint of ours"
         except Exception as error:                   # torch.load raises a dozen kinds
-            reason = type(error).__name__
-        print(f"WARNING: {path} cannot be used ({reason}), trying the one before it",
-              file=sys.stderr)
-    if found:
-        raise UserError(f"no checkpoint in {folder} can be read; the run has to start again, "
-                        f"in another --out or with --overwrite")
+            problem = type(error).__name__
+        problems.append(f"{path} cannot be used ({problem})")
+    if problems:
+        raise UserError(f"{' and '.join(problems)}; the run has to start again, in another --out "
+                        f"or with --overwrite")
     return None
 
 
@@ -438,8 +519,8 @@ class Progress:
         print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
 
     def row(self, row):
-        """`row` is the newest line of log.csv; the recalls of single classes stay in the file."""
-        shown = {k: v for k, v in row.items() if not k.startswith("recall")}
+        """`row` is the newest line of log.csv; what it says of single classes stays in the file."""
+        shown = {k: v for k, v in row.items() if not k.startswith(("recall_", "bias_"))}
         if self.rows % 20 == 0:
             self.line("".join(f"{k:>11}" for k in shown))
         self.rows += 1
@@ -458,7 +539,8 @@ class Interrupt:
             signal.signal(signum, self.wish)
 
     def wish(self, signum, frame):
-        signal.signal(signum, signal.SIG_DFL)        # a second one stops at once
+        if distributed.size() == 1:                  # torchrun may send several, and a SIGKILL
+            signal.signal(signum, signal.SIG_DFL)    # later; else a second one stops at once
         self.wished = True
 
 
@@ -474,9 +556,10 @@ class Tally:
     def add(self, loss_x, loss_u, y_u, mask, true_u, loss_bal, omega_norm, omega_moved):
         """y_u, mask, true_u (U,): pseudo-labels, which of them count, true ones or -1."""
         known, one = mask * (true_u >= 0), torch.ones_like(loss_x)
-        self.sums += torch.stack([
+        now = torch.stack([
             one, loss_x, loss_u, mask.mean(), known.sum(), (known * (y_u == true_u)).sum(),
             loss_bal, omega_norm, omega_moved * one]).detach()
+        self.sums += distributed.average([now])[0]
 
     def averages(self):
         """The columns of log.csv."""
@@ -503,7 +586,7 @@ class Watch:
         self.seen = {}                               # losses by iteration, not yet looked at
 
     def see(self, step, losses):
-        self.seen[step] = losses
+        self.seen[step], = distributed.average([losses])     # so that all processes stop at once
         if losses.device.type == "cpu":              # a GPU would have to be waited for: its losses
             self.look()                              # are looked at when something is saved
 

@@ -121,6 +121,20 @@ def build(name, num_classes, bn_momentum=0.001, quirk=False):
     return WideResNet(int(depth), int(width), num_classes, bn_momentum, quirk)
 
 
+def share_statistics(model):
+    """Norm -> SyncBatchNorm: several processes on CUDA normalise by the whole batch. Untested."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for m in model.modules():
+        if isinstance(m, nn.SyncBatchNorm):                    # it insists on a step counter
+            m.register_buffer("num_batches_tracked", torch.tensor(0), persistent=False)
+    return model
+
+
+def running_statistics(model):
+    """BatchNorm's running means and variances, the only buffers that training moves."""
+    return [b for b in model.buffers() if b.is_floating_point()]
+
+
 def feature_pass(model, device, dtype="float32", compiled=False):
     """model.features as a function, with autocast and torch.compile where they are asked for."""
     network = torch.compile(model.features, dynamic=False) if compiled else model.features
@@ -139,7 +153,7 @@ def frozen_bn_stats(model):
     For the passes that only look: pseudo-labels and the balanced batch. `eval()` would not do, it
     normalises by the running statistics.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))]
     for m in norms:
         m.track_running_stats = False
     try:

@@ -13,17 +13,20 @@ well on a class-balanced batch.
 
     theta  model.features      phi  model.classifier      omega  attractor
     B labeled, U unlabeled, M balanced images; S strong views; K classes; D features
+    (with several processes B, U, M are those of a process's slice of the batch: distributed.py)
 """
 import torch
 import torch.nn.functional as F
 
 import common
 import data
+import distributed
 import evaluate
 import models
 from attractor import BiasAttractor, adapt
 from augment import Normalise, strong, weak
 from bilevel import full_unroll, omega_gradient, remember
+from distributed import average, average_, mine
 
 
 def flags(p):
@@ -68,7 +71,9 @@ def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg = config(argv)
     device = common.pick_device(cfg)
-    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
+    shard = distributed.start(device)
+    dataset = distributed.in_turn(
+        lambda: data.load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
     index_l, index_u = data.split(dataset, cfg)
     cfg.facts = dataset.facts                 # for prediction without the dataset
     folder, checkpoint = common.open_run(cfg, schedule=False)
@@ -76,13 +81,15 @@ def main(argv=None):
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")
     stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed)
-    dataset.read_ahead(stream_l, stream_u, stream_b)
+    dataset.read_ahead(stream_l, stream_u, stream_b, part=mine)
 
     # ------------------------------------------------------------------------ model, optimizers
     torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
     K = dataset.num_classes
     model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
     attractor = BiasAttractor(K, cfg.hidden, cfg.attractor_input).to(device)
+    if distributed.size() > 1 and device.type == "cuda":
+        model = models.share_statistics(model)
     model = model.to(device, memory_format=torch.channels_last)
     ema = common.EMA(model, cfg.ema)
     joint = cfg.method in ("attractor", "single_level")       # ablations: omega trained on L itself
@@ -95,16 +102,15 @@ def main(argv=None):
                                        fused=True)
     # What omega is differentiated through: the step of phi, or (full_unroll) of every weight.
     unrolled = model if cfg.method == "full_unroll" else model.classifier
-    decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
+    statistics = models.running_statistics(model)
+    decayed = list(model.parameters()) + (statistics if cfg.decay_bn else [])
     features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
 
     # ------------------------------------------------------------------------------------ resume
     tally = common.Tally(device)
     parts = {"model": model, "ema": ema.model, "attractor": attractor, "optimizer": optimizer,
              "omega_optimizer": omega_optimizer, "tally": tally}
-    start, seconds, history = common.restore(checkpoint, parts, cfg)
-    if checkpoint:
-        common.write_log(folder, history)                     # cuts off later rows
+    start, seconds, history = common.restore(folder, checkpoint, parts, cfg)
 
     def save(step):
         watch.check(step, model, ema.model, attractor)        # a checkpoint is always a good one
@@ -113,7 +119,7 @@ def main(argv=None):
 
     # ------------------------------------------------------------------------------- both levels
     def view(x, purpose, step):
-        return weak(x, data.rng(cfg.seed, purpose, step), normalise)
+        return weak(x, data.rng(cfg.seed, purpose, step), normalise, shard)
 
     def move_omega(gradient):
         for p, g in zip(attractor.parameters(), gradient):
@@ -125,7 +131,8 @@ def main(argv=None):
         """Judge the step of phi that omega brings about on a balanced batch, and move omega."""
         with torch.no_grad(), models.frozen_bn_stats(model):
             z_b = features(x_b)                               # (M, D)
-        loss_bal, gradient = omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b)
+        loss_bal, gradient = omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b,
+                                            average)
         return loss_bal, move_omega(gradient)
 
     # -------------------------------------------------------------------------------------- loop
@@ -136,13 +143,13 @@ def main(argv=None):
         omega_turn = cfg.method in ("l2ac", "full_unroll") and step % cfg.omega_every == 0
 
         # 1) Batches and views: pure functions of (seed, step).
-        x_l, y_l = dataset.take(stream_l.batch(step))         # (B, 3, H, W), (B,)
-        x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
+        x_l, y_l = dataset.take(mine(stream_l.batch(step)))   # (B, 3, H, W), (B,)
+        x_u, true_u = dataset.take(mine(stream_u.batch(step)))   # (U, 3, H, W), (U,) for the log
         x_l, x_w = view(x_l, "labeled view", step), view(x_u, "weak view", step)
         x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0),              # (SU, 3, H, W)
-                     data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m)
+                     data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m, shard)
         if omega_turn or cfg.method == "single_level":
-            x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
+            x_b, y_b = dataset.take(mine(stream_b.batch(step)))  # (M, 3, H, W), (M,)
             x_b = view(x_b, "balanced view", step)
 
         # 2) Pseudo-labels: by the live network, with the batch's own BatchNorm statistics.
@@ -184,12 +191,14 @@ def main(argv=None):
         if omega_turn and cfg.method == "full_unroll":
             with models.frozen_bn_stats(model):
                 loss_bal, gradient, lower_gradient = full_unroll(
-                    model, attractor, lower_loss, logits, inner, x_b, y_b)
+                    model, attractor, lower_loss, logits, inner, x_b, y_b, average)
             omega_norm = move_omega(gradient)
             for p, g in zip(model.parameters(), lower_gradient):
                 p.grad = torch.empty_like(p).copy_(g)         # in p's memory layout, for Adam
         else:
             loss.backward()
+        average_([p.grad for p in (*model.parameters(), *attractor.parameters())
+                  if p.grad is not None] + statistics)        # over processes
         optimizer.step()                                      # Eq. 4
         optimizer.zero_grad()
         if joint:
@@ -215,9 +224,11 @@ def main(argv=None):
 
         # 8) Evaluate the EMA of the linear classifier; save.
         due = done % cfg.eval_every == 0
+        stop = distributed.any_of(common.interrupt.wished)
         if due or done == cfg.iters:
             progress.pause()
-            result = evaluate.on_test_set(ema.model, dataset, normalise)
+            result = evaluate.on_test_set(ema.model, dataset, normalise,
+                                          attractor if cfg.method != "none" else None)
             history.append({"iter": done} | tally.averages() | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
             if due:                 # a last row off the grid is dropped if the run is made longer
@@ -226,10 +237,10 @@ def main(argv=None):
             common.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
-        elif common.interrupt.wished:
+        elif stop:
             progress.pause()
             save(done)
-        if common.interrupt.wished and done < cfg.iters:
+        if stop and done < cfg.iters:
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 

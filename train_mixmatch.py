@@ -12,17 +12,20 @@ threshold, every guess counts, the biased ones too. L2AC is what it is on FixMat
 
     theta  model.features      phi  model.classifier      omega  attractor
     B labeled, U unlabeled, M balanced images; K classes; D features
+    (with several processes: of the whole batch up to mixup, of a process's slice from there on)
 """
 import torch
 import torch.nn.functional as F
 
 import common
 import data
+import distributed
 import evaluate
 import models
 from attractor import BiasAttractor, adapt
 from augment import Normalise, weak
 from bilevel import full_unroll, omega_gradient, remember
+from distributed import average, average_, gather, mine
 
 
 def flags(p):
@@ -61,6 +64,11 @@ def mixup(x, q, share, partner):
     return share * x + (1 - share) * x[partner], share * q + (1 - share) * q[partner]
 
 
+def own_rows(x, labeled):
+    """(B+2U, ...) -> this process's slices of the labeled rows, the first and the second views."""
+    return torch.cat([mine(part) for part in (x[:labeled], *x[labeled:].chunk(2))])
+
+
 def mixmatch_losses(logits, q, labeled):
     """L_l and L_u / lambda_u. logits, q (B+2U, K); the first `labeled` rows are the labeled ones.
 
@@ -75,7 +83,9 @@ def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg = config(argv)
     device = common.pick_device(cfg)
-    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
+    distributed.start(device)
+    dataset = distributed.in_turn(
+        lambda: data.load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
     index_l, index_u = data.split(dataset, cfg)
     cfg.facts = dataset.facts                 # for prediction without the dataset
     folder, checkpoint = common.open_run(cfg)
@@ -90,6 +100,8 @@ def main(argv=None):
     K = dataset.num_classes
     model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
     attractor = BiasAttractor(K, cfg.hidden, cfg.attractor_input).to(device)
+    if distributed.size() > 1 and device.type == "cuda":
+        model = models.share_statistics(model)
     model = model.to(device, memory_format=torch.channels_last)
     ema = common.EMA(model, cfg.ema)
     joint = cfg.method in ("attractor", "single_level")       # ablations: omega trained on L itself
@@ -102,16 +114,15 @@ def main(argv=None):
                                        fused=True)
     # What omega is differentiated through: the step of phi, or (full_unroll) of every weight.
     unrolled = model if cfg.method == "full_unroll" else model.classifier
-    decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
+    statistics = models.running_statistics(model)
+    decayed = list(model.parameters()) + (statistics if cfg.decay_bn else [])
     features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
 
     # ------------------------------------------------------------------------------------ resume
     tally = common.Tally(device)
     parts = {"model": model, "ema": ema.model, "attractor": attractor, "optimizer": optimizer,
              "omega_optimizer": omega_optimizer, "tally": tally}
-    start, seconds, history = common.restore(checkpoint, parts, cfg)
-    if checkpoint:
-        common.write_log(folder, history)                     # cuts off later rows
+    start, seconds, history = common.restore(folder, checkpoint, parts, cfg)
 
     def save(step):
         watch.check(step, model, ema.model, attractor)        # a checkpoint is always a good one
@@ -132,7 +143,8 @@ def main(argv=None):
         """Judge the step of phi that omega brings about on a balanced batch, and move omega."""
         with torch.no_grad(), models.frozen_bn_stats(model):
             z_b = features(x_b)                               # (M, D)
-        loss_bal, gradient = omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b)
+        loss_bal, gradient = omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b,
+                                            average)
         return loss_bal, move_omega(gradient)
 
     # -------------------------------------------------------------------------------------- loop
@@ -142,21 +154,23 @@ def main(argv=None):
     for step in range(start, cfg.iters):
         omega_turn = cfg.method in ("l2ac", "full_unroll") and step % cfg.omega_every == 0
 
-        # 1) Batches and views: pure functions of (seed, step).
+        # 1) Batches and views: pure functions of (seed, step). Every process makes those of the
+        #    whole batch: mixup pairs rows across slices, and a weak view is cheaper made than sent.
         x_l, y_l = dataset.take(stream_l.batch(step))         # (B, 3, H, W), (B,)
         x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
         x_l, x_w = view(x_l, "labeled view", step), view(x_u, "weak view", step)
         x_v = view(x_u, "second weak view", step)             # (U, 3, H, W)
         if omega_turn or cfg.method == "single_level":
             x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
-            x_b = view(x_b, "balanced view", step)
+            x_b, y_b = mine(view(x_b, "balanced view", step)), mine(y_b)
 
         # 2) Soft labels: by the live network, with each batch's own BatchNorm statistics.
         with torch.no_grad(), models.frozen_bn_stats(model):
-            guesses = [model.classifier(features(x)) for x in (x_w, x_v)]      # (U, K) each
+            guesses = [model.classifier(features(mine(x))) for x in (x_w, x_v)]    # (U, K) each
             if adaptive_labels:
                 guesses = [adapt(logits, attractor) for logits in guesses]
             q_u = sharpen(sum(l.softmax(1) for l in guesses) / 2, cfg.temperature)      # (U, K)
+            q_u = gather(q_u)                                 # of the whole batch
 
         # 3) Mixup, one coefficient for the whole batch; then one forward pass over all rows of L;
         #    both levels use it. One pass, because labeled and unlabeled rows are mixtures of both
@@ -165,12 +179,13 @@ def main(argv=None):
         x, q = mixup(torch.cat([x_l, x_w, x_v]),              # (B+2U, 3, H, W), (B+2U, K)
                      torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
                      *draw_mix(cfg, step, len(y_l) + 2 * len(q_u), device))
+        x, q, labeled = own_rows(x, len(y_l)), own_rows(q, len(y_l)), len(mine(y_l))
         z = features(x)                                       # (B+2U, D)
         logits = model.classifier(z)                          # (B+2U, K)
         lambda_u = cfg.lambda_u * step / cfg.iters            # linear ramp over the whole run
 
         def lower_loss(l_hat):                                # L as a function of l^, Eq. 3
-            loss_x, loss_u = mixmatch_losses(l_hat, q, len(y_l))
+            loss_x, loss_u = mixmatch_losses(l_hat, q, labeled)
             return loss_x + lambda_u * loss_u
 
         loss_bal = omega_norm = torch.zeros((), device=device)
@@ -187,7 +202,7 @@ def main(argv=None):
             with torch.set_grad_enabled(joint):
                 delta = attractor(logits)                     # (B+2U, K)
             l_hat = logits + delta                            # Eq. 2
-        loss_x, loss_u = mixmatch_losses(l_hat, q, len(y_l))
+        loss_x, loss_u = mixmatch_losses(l_hat, q, labeled)
         loss = loss_x + lambda_u * loss_u                     # Eq. 3
         if cfg.method == "single_level":                      # Eq. 5 added to Eq. 3, weight 1
             with models.frozen_bn_stats(model):
@@ -196,12 +211,14 @@ def main(argv=None):
         if omega_turn and cfg.method == "full_unroll":
             with models.frozen_bn_stats(model):
                 loss_bal, gradient, lower_gradient = full_unroll(
-                    model, attractor, lower_loss, logits, inner, x_b, y_b)
+                    model, attractor, lower_loss, logits, inner, x_b, y_b, average)
             omega_norm = move_omega(gradient)
             for p, g in zip(model.parameters(), lower_gradient):
                 p.grad = torch.empty_like(p).copy_(g)         # in p's memory layout, for Adam
         else:
             loss.backward()
+        average_([p.grad for p in (*model.parameters(), *attractor.parameters())
+                  if p.grad is not None] + statistics)        # over processes
         optimizer.step()                                      # Eq. 4
         optimizer.zero_grad()
         if joint:
@@ -228,9 +245,11 @@ def main(argv=None):
 
         # 8) Evaluate the EMA of the linear classifier; save.
         due = done % cfg.eval_every == 0
+        stop = distributed.any_of(common.interrupt.wished)
         if due or done == cfg.iters:
             progress.pause()
-            result = evaluate.on_test_set(ema.model, dataset, normalise)
+            result = evaluate.on_test_set(ema.model, dataset, normalise,
+                                          attractor if cfg.method != "none" else None)
             history.append({"iter": done} | tally.averages() | evaluate.columns(result)
                            | {"it_per_s": (done - start) / (progress.seconds - seconds)})
             if due:                 # a last row off the grid is dropped if the run is made longer
@@ -239,10 +258,10 @@ def main(argv=None):
             common.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
-        elif common.interrupt.wished:
+        elif stop:
             progress.pause()
             save(done)
-        if common.interrupt.wished and done < cfg.iters:
+        if stop and done < cfg.iters:
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 

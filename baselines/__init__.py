@@ -22,6 +22,10 @@ class Method(nn.Module):
 
     run: what the loop has at hand, by the names it has there; counts (K,) float64: N_k
     An epoch is --eval_every iterations, as in the protocol.
+
+    Several processes (distributed.py): `labeled` and `refine` are asked by every process and about
+    the whole batch, so what a method learns there is the same everywhere. The two losses are means
+    over a process's slice; who draws there draws for the whole batch and keeps distributed.mine.
     """
 
     # ------------------------------------------------------------------------ before there is a run
@@ -69,7 +73,8 @@ class Method(nn.Module):
         return p
 
     def extra_loss(self, batch):
-        """Added to the loss. batch as in `refine`, and z (N, D) of all rows of the loss."""
+        """Added to the loss. batch as in `refine`, but a slice of it and without index_u; and z
+        (N, D) of all rows of the loss."""
         return 0
 
     def after_epoch(self, done):

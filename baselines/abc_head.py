@@ -19,6 +19,7 @@ import data
 import models
 from augment import strong
 from baselines import Method
+from distributed import mine, rank, size
 
 TAU = 0.95
 
@@ -61,9 +62,10 @@ class ABC(Method):
         super().__init__(run)
         self.rates = keep_rates(run.counts).float().to(run.device)             # (K,)
 
-    def draw(self, purpose, step, size):
-        uniform = data.rng(self.run.cfg.seed, purpose, step).random(size, dtype="float32")
-        return torch.from_numpy(uniform).to(self.run.device)
+    def draw(self, purpose, step, rows):
+        whole = rows * size()
+        uniform = data.rng(self.run.cfg.seed, purpose, step).random(whole, dtype="float32")
+        return torch.from_numpy(mine(uniform)).to(self.run.device)
 
     def extra_loss(self, batch):
         cfg, head = self.run.cfg, self.run.model.auxiliary
@@ -82,7 +84,8 @@ class ABC(Method):
         """MixMatch trains on mixtures only: clean labeled views and two strong views of their own.
         They leave the base method's BatchNorm statistics alone."""
         run, views = self.run, batch.x_u.repeat_interleave(2, dim=0)
-        x_s = strong(views, data.rng(run.cfg.seed, "strong view", batch.step), run.normalise)
+        x_s = strong(views, data.rng(run.cfg.seed, "strong view", batch.step), run.normalise,
+                     shard=(rank(), size()))
         with models.frozen_bn_stats(run.model):
             return run.features(batch.x_l), run.features(x_s)
 

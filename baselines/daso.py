@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import common
 import data
 from baselines import Method
+from distributed import mine
 
 TEMPERATURE, QUEUE = 0.05, 256
 
@@ -91,5 +92,6 @@ class DASO(Method):
         if batch.step < self.start or self.run.cfg.base == "mixmatch":
             return 0
         z_s = batch.z[len(batch.y_l):]                                         # (SU, D)
-        targets = self.q.repeat_interleave(len(z_s) // len(self.q), dim=0)     # (SU, K)
+        q = mine(self.q)
+        targets = q.repeat_interleave(len(z_s) // len(q), dim=0)               # (SU, K)
         return F.cross_entropy(similarity(z_s, self.centres), targets)

@@ -15,6 +15,7 @@ from torch import nn
 
 import common
 import data
+import distributed
 from baselines import Method
 
 
@@ -76,6 +77,15 @@ def effective_number_weights(counts, beta=0.9999):
     return weights * len(counts) / weights.sum()
 
 
+def weighted_cross_entropy(logits, target, weights):
+    """sum w_i H_i / sum w_i of the whole batch, as a mean over processes. weights (K,) or None"""
+    if weights is None:
+        return F.cross_entropy(logits, target)
+    total = weights[target].sum()
+    mean, = distributed.average([total])
+    return F.cross_entropy(logits, target, weights) * (total / mean)
+
+
 class LDAM(Method):
     scale = 30                     # cosines are at most 1; softmax needs a wider range
 
@@ -94,7 +104,7 @@ class LDAM(Method):
         (deferred re-weighting: features first, balance later)."""
         late = step >= 0.8 * self.run.cfg.iters
         lowered = logits - F.one_hot(target, logits.shape[1]) * self.margins   # (B, K)
-        return F.cross_entropy(self.scale * lowered, target, self.weights if late else None)
+        return weighted_cross_entropy(self.scale * lowered, target, self.weights if late else None)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -154,7 +164,7 @@ class CRT(Method):
             self.freeze()
 
     def supervised_loss(self, logits, target, step):
-        return F.cross_entropy(logits, target, self.weights if self.second_stage else None)
+        return weighted_cross_entropy(logits, target, self.weights if self.second_stage else None)
 
     @staticmethod
     def judged(history, cfg):

@@ -17,14 +17,16 @@ import torch.nn.functional as F
 
 import common
 import data
+import distributed
 import evaluate
 import models
 import train_fixmatch
 import train_mixmatch
 from augment import Normalise, strong, weak
 from baselines import Method, abc_head, crest, darp, daso, sar, supervised
+from distributed import average_, gather, mine
 from train_fixmatch import fixmatch_losses
-from train_mixmatch import draw_mix, mixmatch_losses, mixup, sharpen
+from train_mixmatch import draw_mix, mixmatch_losses, mixup, own_rows, sharpen
 
 SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervised.UpperBound,
               "resampling": supervised.Resampling, "ldam": supervised.LDAM, "crt": supervised.CRT}
@@ -71,7 +73,9 @@ def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg, method_class = config(argv)
     device = common.pick_device(cfg)
-    dataset = data.load(cfg.dataset, cfg.data_dir, cfg.image_size).to(device)
+    shard = distributed.start(device)
+    dataset = distributed.in_turn(
+        lambda: data.load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
     index_l, index_u = data.split(dataset, cfg)
     cfg.facts = dataset.facts                 # for prediction without the dataset
     normalise = Normalise(dataset.mean, dataset.std, device)
@@ -84,10 +88,13 @@ def main(argv=None):
     K = dataset.num_classes
     model = models.build(cfg.model, K, cfg.bn_momentum, cfg.wrn_quirk)
     method_class.heads(model)
+    if distributed.size() > 1 and device.type == "cuda":
+        model = models.share_statistics(model)
     model = model.to(device, memory_format=torch.channels_last)
     ema = common.EMA(model, cfg.ema)
     optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
-    decayed = list(model.parameters()) + (list(model.buffers()) if cfg.decay_bn else [])
+    statistics = models.running_statistics(model)
+    decayed = list(model.parameters()) + (statistics if cfg.decay_bn else [])
     features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
     counts = torch.bincount(torch.from_numpy(dataset.labels[index_l]), minlength=K)
     method = method_class(SimpleNamespace(
@@ -100,9 +107,7 @@ def main(argv=None):
     tally = common.Tally(device)
     parts = {"model": model, "ema": ema.model, "optimizer": optimizer, "tally": tally,
              "method": method}
-    start, seconds, history = common.restore(checkpoint, parts, cfg)
-    if checkpoint:
-        common.write_log(folder, history)                     # cuts off later rows
+    start, seconds, history = common.restore(folder, checkpoint, parts, cfg)
 
     def save(step):
         watch.check(step, model, ema.model, method)           # a checkpoint is always a good one
@@ -117,28 +122,33 @@ def main(argv=None):
     progress = common.Progress(start, cfg.iters, seconds)
     watch = common.Watch()
     for step in range(start, cfg.iters):
-        # 1) Batches: pure functions of (seed, step).
-        x_l, y_l = dataset.take(*method.labeled(step))        # (B, 3, H, W), (B,)
-        x_l = view(x_l, "labeled view", step)
-        batch = SimpleNamespace(step=step, x_l=x_l, y_l=y_l)                   # for the method
+        # 1) Batches and weak views: pure functions of (seed, step). `batch` is the whole batch, the
+        #    same in every process (mixup pairs any of its rows), `own` is this process's slice.
+        batch, own = SimpleNamespace(step=step), SimpleNamespace(step=step)
+        x_l, batch.y_l = dataset.take(*method.labeled(step))  # (B, 3, H, W), (B,)
+        batch.x_l = view(x_l, "labeled view", step)
+        own.x_l, own.y_l = x_l, y_l = mine(batch.x_l), mine(batch.y_l)
         if cfg.base == "supervised":
             y_u, mask, true_u = torch.zeros(3, 0, device=device)               # of no image
         else:
             batch.index_u = stream_u.batch(step)
-            x_u, true_u = dataset.take(batch.index_u)         # (U, 3, H, W), (U,) for the log only
-            batch.x_u, x_w = x_u, view(x_u, "weak view", step)
+            batch.x_u, true_u = dataset.take(batch.index_u)   # (U, 3, H, W), (U,) for the log only
+            own.x_u, true_u = mine(batch.x_u), mine(true_u)
+            x_w = view(batch.x_u, "weak view", step)
 
         # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, loss_u.
-        #    Passes that only guess labels leave BatchNorm's running statistics alone.
+        #    Passes that only guess labels leave BatchNorm's running statistics alone. A method
+        #    refines the guesses for the whole batch, so that it learns the same in every process.
         if cfg.base == "supervised":
             z, target, loss_u, lambda_u = features(x_l), y_l, torch.zeros((), device=device), 0
             logits = model.classifier(z)                      # (B, K)
 
         elif cfg.base == "pseudolabel":                       # Lee 2013: its own view's argmax
-            z = features(torch.cat([x_l, x_w]))               # (B+U, D)
+            z = features(torch.cat([x_l, mine(x_w)]))         # (B+U, D)
             logits, target = model.classifier(z), y_l         # (B+U, K)
-            batch.z_u = z[len(y_l):].detach()                 # (U, D)
-            p = method.refine(logits[len(y_l):].detach().softmax(1), batch)   # (U, K)
+            own.z_u = z[len(y_l):].detach()                   # (U, D)
+            batch.z_u, p = gather(own.z_u), gather(logits[len(y_l):].detach().softmax(1))
+            p = mine(method.refine(p, batch))                 # (U, K)
             confidence, y_u = p.max(1)                        # (U,), (U,)
             mask = (confidence >= cfg.tau).float()
             _, loss_u = fixmatch_losses(logits, y_l, y_u, mask)
@@ -146,11 +156,13 @@ def main(argv=None):
             lambda_u = cfg.lambda_u * min(1, now / (0.4 * end))
 
         elif cfg.base == "fixmatch":
-            x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0),          # (SU, 3, H, W)
-                         data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m)
+            x_s = strong(own.x_u.repeat_interleave(cfg.n_strong, dim=0),      # (SU, 3, H, W)
+                         data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m,
+                         shard)
             with torch.no_grad(), models.frozen_bn_stats(model):
-                batch.z_u = features(x_w)                     # (U, D)
-                p = method.refine(model.classifier(batch.z_u).softmax(1), batch)    # (U, K)
+                own.z_u = features(mine(x_w))                 # (U, D)
+                batch.z_u, p = gather(own.z_u), gather(model.classifier(own.z_u).softmax(1))
+                p = mine(method.refine(p, batch))             # (U, K)
                 confidence, y_u = p.max(1)                    # (U,), (U,)
                 mask = (confidence >= cfg.tau).float()
             z = features(torch.cat([x_l, x_s]))               # (B+SU, D)
@@ -159,15 +171,18 @@ def main(argv=None):
             lambda_u = cfg.lambda_u
 
         else:                                                 # MixMatch
-            x_v = view(x_u, "second weak view", step)
+            x_v = view(batch.x_u, "second weak view", step)
             with torch.no_grad(), models.frozen_bn_stats(model):
-                batch.z_u, z_v = features(x_w), features(x_v)                 # (U, D) each
-                guess = sum(model.classifier(z).softmax(1) for z in (batch.z_u, z_v)) / 2
-                q_u = method.refine(sharpen(guess, cfg.temperature), batch)   # (U, K)
-            y_u, mask = q_u.argmax(1), torch.ones(len(q_u), device=device)    # every guess counts
-            x, q = mixup(torch.cat([x_l, x_w, x_v]),          # (B+2U, 3, H, W), (B+2U, K)
-                         torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
-                         *draw_mix(cfg, step, len(y_l) + 2 * len(q_u), device))
+                own.z_u, z_v = features(mine(x_w)), features(mine(x_v))       # (U, D) each
+                guess = sum(model.classifier(z).softmax(1) for z in (own.z_u, z_v)) / 2
+                batch.z_u, q_u = gather(own.z_u), gather(sharpen(guess, cfg.temperature))
+                q_u = method.refine(q_u, batch)               # (U, K)
+            x, q = mixup(torch.cat([batch.x_l, x_w, x_v]),    # (B+2U, 3, H, W), (B+2U, K)
+                         torch.cat([F.one_hot(batch.y_l, K).float(), q_u, q_u]),
+                         *draw_mix(cfg, step, len(batch.y_l) + 2 * len(q_u), device))
+            x, q = (own_rows(rows, len(batch.y_l)) for rows in (x, q))
+            y_u = mine(q_u).argmax(1)
+            mask = torch.ones(len(y_u), device=device)        # every guess counts
             z = features(x)                                   # (B+2U, D)
             logits, target = model.classifier(z), q[:len(y_l)]                 # (B+2U, K), (B, K)
             _, loss_u = mixmatch_losses(logits, q, len(y_l))
@@ -176,9 +191,11 @@ def main(argv=None):
 
         # 3) One step.
         loss_x = method.supervised_loss(logits[:len(y_l)], target, step)
-        batch.z = z
-        loss = loss_x + lambda_u * loss_u + method.extra_loss(batch)
+        own.z = z
+        loss = loss_x + lambda_u * loss_u + method.extra_loss(own)
         loss.backward()
+        average_([p.grad for p in model.parameters() if p.grad is not None]
+                 + (statistics if model.training else []))    # over processes
         optimizer.step()
         optimizer.zero_grad()
 
@@ -198,6 +215,7 @@ def main(argv=None):
             progress.show(done, tally.averages())
 
         # 6) Evaluate what the method predicts with the EMA; save.
+        stop = distributed.any_of(common.interrupt.wished)
         if done % cfg.eval_every == 0 or done == cfg.iters or done in method.milestones:
             progress.pause()
             result = evaluate.on_test_set(partial(method.predict, ema.model), dataset, normalise)
@@ -209,10 +227,10 @@ def main(argv=None):
             common.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
-        elif common.interrupt.wished:
+        elif stop:
             progress.pause()
             save(done)
-        if common.interrupt.wished and done < cfg.iters:
+        if stop and done < cfg.iters:
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 

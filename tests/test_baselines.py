@@ -12,7 +12,7 @@ import augment
 import baselines.train
 import common
 import data
-import evaluate
+import finished
 import models
 import train_fixmatch
 import train_mixmatch
@@ -404,7 +404,8 @@ def agrees_with_the_log(folder):
     """evaluate.py on the checkpoint: the last row of log.csv, and result.json."""
     with open(folder / "log.csv") as file:
         last = list(csv.DictReader(file))[-1]
-    _, _, now, mean = evaluate.judge(folder)
+    judged = finished.load_run(folder)
+    now, mean = judged.last, judged.reported
     for key in ("bacc", "gm", "acc"):
         assert now[key] == pytest.approx(float(last[key]), rel=1e-5)
     assert now["recall"] == pytest.approx([float(last[f"recall_{k}"]) for k in range(10)], rel=1e-5)
@@ -420,7 +421,7 @@ def test_evaluate_agrees_with_the_log(tmp_path, flags):
 
 def test_evaluate_builds_the_network_that_was_trained(tmp_path):
     labels_only(tmp_path, "ldam")
-    model = evaluate.load_run(tmp_path)[2].args[0]
+    model = finished.load_run(tmp_path).model
     assert type(model.classifier) is supervised.CosineClassifier
 
 

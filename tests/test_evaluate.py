@@ -1,5 +1,9 @@
-"""Metrics against scikit-learn and hand-made numbers."""
+"""Metrics against scikit-learn and hand-made numbers; tables of finished runs."""
+import csv
+import json
 import math
+import shutil
+import statistics
 
 import numpy as np
 import pytest
@@ -7,6 +11,7 @@ import sklearn.metrics
 import torch
 
 import evaluate
+import train_fixmatch
 
 
 class Lookup(torch.nn.Module):
@@ -63,3 +68,108 @@ def test_mean_of_last_20_is_a_mean_of_gms():
     assert m["bacc"] == pytest.approx(np.mean(range(30, 50)))
     assert m["gm"] == pytest.approx(np.mean(np.arange(30, 50) ** 2))
     assert m["recall"] == pytest.approx([39.5, 2])
+
+
+def test_thirds_by_the_number_of_labeled_images():
+    recall, counts = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100], [5, 9, 9, 1, 2, 3, 4, 6, 7, 8]
+    assert evaluate.thirds(recall, counts) == pytest.approx(      # order 1 2 9 | 8 7 0 6 | 5 4 3
+        {"head": np.mean([20, 30, 100]), "middle": np.mean([90, 80, 10, 70]),
+         "tail": np.mean([60, 50, 40])})
+    two = evaluate.thirds([80.0, 20.0], [9, 1])
+    assert (two["head"], two["tail"]) == (80, 20) and math.isnan(two["middle"])
+    assert evaluate.thirds([math.nan, 1.0, 2.0], [3, 2, 1])["middle"] == 1
+
+
+def test_pseudo_labels_against_a_count_by_hand():
+    g = np.random.default_rng(0)
+    logits, y, tau = g.normal(0, 2, (300, 4)), g.integers(0, 4, 300), 0.7
+    logits[:, 3] = -9                                 # nobody is called 3
+    told = evaluate.pseudo_labels(torch.from_numpy(logits), torch.from_numpy(y), tau)
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    rows = [(int(q.argmax()), int(t), q.max() >= tau) for q, t in zip(p, y)]
+    def share(hits, among):
+        return 100 * sum(hits) / len(among) if among else math.nan
+    for k in range(4):
+        of_k, called_k = [r for r in rows if r[1] == k], [r for r in rows if r[0] == k]
+        sure_k = [r for r in called_k if r[2]]
+        assert told["recall"][k] == pytest.approx(share([r[0] == k for r in of_k], of_k))
+        assert told["kept_of"][k] == pytest.approx(share([r[2] for r in of_k], of_k))
+        for key, among in (("precision", called_k), ("precision_kept", sure_k)):
+            by_hand = share([r[1] == k for r in among], among)
+            assert told[key][k] == pytest.approx(by_hand, nan_ok=True)
+        for j in range(4):
+            assert told["confusion"][k][j] == pytest.approx(share([r[0] == j for r in of_k], of_k))
+    sure = [r for r in rows if r[2]]
+    assert told["kept"] == pytest.approx(100 * len(sure) / 300) and 0 < len(sure) < 300
+    assert told["acc_kept"] == pytest.approx(share([r[0] == r[1] for r in sure], sure))
+    assert told["acc"] == pytest.approx(share([r[0] == r[1] for r in rows], rows))
+
+
+TINY = ("--image_size 8 --batch_size 6 --eval_every 2 --iters 4 --threads 1 --device cpu --n1 40 "
+        "--m1 60 --gamma_l 20 --tau 0.2").split()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    for method, seed in (("none", 0), ("none", 1), ("none", 2), ("l2ac", 0)):
+        train_fixmatch.main([*TINY, "--method", method, "--seed", str(seed), "--out",
+                             str(out / f"{method}_s{seed}")])
+    return out
+
+
+def folders(runs):
+    return [str(runs / name) for name in ("none_s0", "l2ac_s0", "none_s1", "none_s2")]
+
+
+def test_seeds_are_folded_into_mean_and_deviation(runs, capsys):
+    evaluate.main([*folders(runs), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert list(told) == [str(runs / "none_s0,1,2"), str(runs / "l2ac_s0")]
+    none, l2ac = told.values()
+    single = [json.loads((runs / f"none_s{s}/result.json").read_text()) for s in range(3)]
+    for key in ("bacc", "gm"):
+        values = [r[key] for r in single]
+        assert none["mean_of_last_20"][key] == pytest.approx(statistics.mean(values))
+        assert none["std"]["mean_of_last_20"][key] == pytest.approx(statistics.stdev(values))
+    recall = np.array([r["recall"] for r in single])
+    assert none["mean_of_last_20"]["recall"] == pytest.approx(recall.mean(0))
+    assert none["mean_of_last_20"]["tail"] == pytest.approx(recall[:, 7:].mean())
+    assert none["mean_of_last_20"]["middle"] == pytest.approx(recall[:, 3:7].mean())
+    assert "std" not in l2ac and len(none["runs"]) == 3
+
+
+def test_table_markdown_csv_and_json_agree(runs, capsys, tmp_path):
+    arguments = [*folders(runs), "--pseudo"]
+    evaluate.main([*arguments, "--json"])
+    none = json.loads(capsys.readouterr().out)[str(runs / "none_s0,1,2")]
+    evaluate.main([*arguments, "--markdown", "--csv", str(tmp_path / "table.csv")])
+    lines = [[c.strip() for c in line.strip("|").split("|")]
+             for line in capsys.readouterr().out.splitlines()]
+    evaluate.main(arguments)
+    text = capsys.readouterr().out
+    rows = list(csv.reader(open(tmp_path / "table.csv")))
+    assert rows[0] == ["section", "measure", "none_s0,1,2", "none_s0,1,2 std", "l2ac_s0"]
+    assert lines[0] == ["", "none_s0,1,2", "l2ac_s0"]
+    body = [line for line in lines[2:] if line[1]]    # without the headings
+    assert len(body) == len(rows) - 1 == 2 * (6 + 10) + 3 + 4 * 10
+    for line, row in zip(body, rows[1:]):
+        assert line[0] == row[1] and line[1] in text
+        if row[2] != "nan":
+            assert line[1] == f"{float(row[2]):.2f} ± {float(row[3]):.2f}"
+    value = {(row[0], row[1]): float(row[2]) for row in rows[1:]}
+    section = "mean of the last 20 evaluations"
+    assert value[section, "bACC"] == pytest.approx(none["mean_of_last_20"]["bacc"], rel=1e-5)
+    assert value[section, "recall ring"] == pytest.approx(none["mean_of_last_20"]["recall"][9])
+    assert value["pseudo-labels, last checkpoint", "kept of disk"] == pytest.approx(
+        none["pseudo"]["kept_of"][0], rel=1e-5)
+
+
+def test_the_same_seed_twice_or_another_setting_is_not_folded(runs, tmp_path, capsys):
+    shutil.copytree(runs / "none_s0", tmp_path / "copy")
+    train_fixmatch.main([*TINY, "--method", "none", "--seed", "1", "--gamma_u", "3", "--out",
+                         str(tmp_path / "other")])
+    capsys.readouterr()
+    evaluate.main([str(runs / "none_s0"), str(tmp_path / "copy"), str(tmp_path / "other"),
+                   "--json"])
+    assert [len(told["runs"]) for told in json.loads(capsys.readouterr().out).values()] == [1, 1, 1]

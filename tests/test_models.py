@@ -1,5 +1,6 @@
 """The networks: sizes, shapes, BatchNorm handling, the released code's wiring."""
 from argparse import ArgumentTypeError
+from copy import deepcopy
 
 import pytest
 import torch
@@ -105,3 +106,18 @@ def test_weights_depend_on_the_seed():
         torch.manual_seed(seed)
         return models.build("wrn-10-1", 5).stem.weight
     assert torch.equal(weights(0), weights(0)) and not torch.equal(weights(0), weights(1))
+
+
+def test_sync_batchnorm_is_batchnorm():
+    """Its own synchronisation needs CUDA and is untested; here it falls back to plain BatchNorm."""
+    torch.manual_seed(0)
+    plain = models.build("wrn-10-1", 3, 0.3)
+    shared = models.share_statistics(deepcopy(plain))
+    assert shared.state_dict().keys() == plain.state_dict().keys()
+    x = torch.randn(4, 3, 8, 8)
+    with models.frozen_bn_stats(shared):
+        torch.testing.assert_close(shared(x), plain(x))
+    assert all(b.eq(0).all() for b in models.running_statistics(shared)[::2])  # untouched
+    shared(x)
+    for a, b in zip(models.running_statistics(shared), models.running_statistics(plain)):
+        torch.testing.assert_close(a, b)

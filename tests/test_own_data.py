@@ -10,6 +10,7 @@ from PIL import Image
 import common
 import data
 import evaluate
+import finished
 import readers
 import train_fixmatch
 import train_mixmatch
@@ -82,7 +83,8 @@ def test_prediction_needs_the_run_alone(folder, tmp_path, capsys, monkeypatch):
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [r["file"] for r in rows] == [str(one)]
 
-    cfg, predict, _ = evaluate.load_network(tmp_path / "run")        # the same by hand
+    run = finished.load_run(tmp_path / "run")                        # the same by hand
+    cfg, predict = run.cfg, run.predict
     x = torch.from_numpy(readers.decode(one, (8, 8)))[None] / 255
     mean, std = (torch.tensor(cfg.facts[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():

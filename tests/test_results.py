@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 GROUPS = defaultdict(list)
 for path in sorted(ROOT.glob("results/*/*.json")):
     result = json.loads(path.read_text())
-    key = (path.parent.name, result["gamma_u"], result["reverse_u"], result["method"])
+    key = (path.parent.name, *(result[k] for k in ("base", "gamma_u", "reverse_u", "method")))
     GROUPS[key].append(result)
 
 
@@ -35,5 +35,5 @@ def test_results_are_of_one_setting_and_of_different_seeds():
         assert len({r["seed"] for r in results}) == len(results)
     for folder in {key[0] for key in GROUPS}:
         same = {(r["scale"], r["recipe"], r["iters"]) for key, results in GROUPS.items()
-                if key[0] == folder for r in results}
+                if key[0] == folder for r in results if r["method"] != "crt"}   # has two stages
         assert len(same) == 1

@@ -11,7 +11,7 @@ from scipy import optimize
 
 import common
 import data
-import evaluate
+import finished
 from baselines import abc_head, crest, darp, daso, sar
 from baselines import train as baselines
 from test_cli import run
@@ -128,7 +128,8 @@ def test_switched_on_it_is_not_and_it_resumes_exactly(tmp_path, monkeypatch, bas
 @pytest.mark.parametrize("method", RIVALS)
 def test_evaluate_judges_a_run_as_training_did(tmp_path, method):
     state = train(tmp_path, f"--method {method} {EAGER[method]}")
-    _, _, now, mean = evaluate.judge(tmp_path)
+    judged = finished.load_run(tmp_path)
+    now, mean = judged.last, judged.reported
     assert now["bacc"] == pytest.approx(state["history"][-1]["bacc"])
     assert mean["gm"] == pytest.approx(json.loads((tmp_path / "result.json").read_text())["gm"])
 
@@ -303,7 +304,7 @@ def test_thinning_balances_the_classes():
 def test_abc_predicts_with_its_own_head(tmp_path):
     state = train(tmp_path, "--method abc")
     assert not same(state["ema"]["auxiliary.weight"], state["ema"]["classifier.weight"])
-    _, _, predict, _ = evaluate.load_run(tmp_path)
+    predict = finished.load_run(tmp_path).predict
     x = torch.randn(4, 3, 8, 8)
     model = predict.args[0]
     assert torch.equal(predict(x), model.auxiliary(model.features(x)))

@@ -1,0 +1,292 @@
+"""The paper's figures, and some it lacks, from finished runs: one function per figure.
+
+    python -m scripts.figures runs/fixmatch_s0 runs/l2ac_s0 --out assets
+    python -m scripts.figures runs/* --out assets --only recall confusion --format pdf
+
+Every figure is drawn from run folders alone. Seeds of one setting are folded into mean and standard
+deviation. A figure that lacks something (bounds, true labels, an attractor) says so in a sentence,
+and the others are drawn. The numbers are evaluate.py's.
+"""
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+import augment
+import common
+import data
+import evaluate
+import finished
+from common import UserError
+from scripts.drawing import (
+    STYLE, WIDTH, apart, bars, by_setting, class_colours, heat, is_bound, labeled_counts, levels,
+    looks, name_classes, names_of, outlined, panels, place_legend, plt, say, setting_of)
+from scripts.training_figures import attractor, bias, curves, losses, skew, with_attractor
+
+
+# ---------------------------------------------------------------------------------------------
+# data
+
+
+def distribution(groups):
+    """Images per class in the labeled and the unlabeled set. Fig. 1a, and 7 for step imbalance."""
+    settings = {setting_of(group): group.runs[0] for group in reversed(groups)}
+    figure, axes = panels(len(settings), 2.6, sharey=True)
+    for ax, (setting, run) in zip(axes, reversed(settings.items())):
+        counts = [run.counts(index) for index in run.split]
+        x = np.arange(len(counts[0]))
+        ax.bar(x - 0.2, counts[0], 0.4, color="#222222", label="labeled")
+        ax.bar(x + 0.2, counts[1], 0.4, color="#B5B5B5", label="unlabeled")
+        if not any(counts[1]):
+            say("distribution", f"the true labels of the unlabeled images of {run.folder} are not "
+                                f"known, so only the labeled ones are drawn")
+        ax.set_yscale("log")
+        ax.set_ylim(bottom=1)
+        ax.set_title(setting.title(), loc="right")
+        name_classes(ax, run.dataset.names)
+    axes[0].set_ylabel("images (log scale)")
+    axes[0].legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
+
+
+def imbalanced_tests(groups):
+    """Images per class in the three test sets of `evaluate.py --test`, gamma_t 10. Fig. 6"""
+    dataset = groups[0].runs[0].dataset
+    labels = dataset.test_labels.cpu().numpy()
+    figure, axes = panels(3, 2.4, across=3, sharey=True)
+    for ax, kind in zip(axes, ("longtail", "reversed", "random")):
+        index = evaluate.choose_test(labels, dataset.num_classes, kind, 10, 0)
+        ax.bar(range(dataset.num_classes), np.bincount(labels[index]), color="#5A5A5A")
+        ax.set_title(kind, loc="right")
+        name_classes(ax, dataset.names)
+    axes[0].set_ylabel("test images")
+    return figure
+
+
+def views(groups, columns=10):
+    """A labeled image of each class, its weak view and two strong views."""
+    run = groups[0].runs[0]
+    index, labels = run.split[0], run.dataset.labels[run.split[0]]
+    classes = np.unique(np.linspace(0, run.dataset.num_classes - 1, columns).round()).astype(int)
+    x, _ = run.dataset.take(np.array([index[labels == k][0] for k in classes]))  # (C, 3, H, W)
+    n, m = getattr(run.cfg, "ra_n", 3), getattr(run.cfg, "ra_m", 4.0)
+    rows = {"image": run.normalise(x), "weak view": augment.weak(x, draw(run, 0), run.normalise)}
+    rows |= {f"strong view {i}": augment.strong(x, draw(run, i), run.normalise, n, m)
+             for i in (1, 2)}
+    strip = np.concatenate([side_by_side(run.dataset, row) for row in rows.values()])
+    side = strip.shape[0] / len(rows)
+    figure, (ax,) = panels(1, WIDTH * len(rows) / len(classes) * 0.95)
+    ax.imshow(strip)
+    ax.set_xticks((np.arange(len(classes)) + 0.5) * side - 0.5,
+                  [run.dataset.names[k] for k in classes])
+    ax.set_yticks((np.arange(len(rows)) + 0.5) * side - 0.5, rows)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return figure
+
+
+def draw(run, i):
+    return data.rng(run.cfg.seed, "figure", i)
+
+
+def side_by_side(dataset, x):
+    """(C, 3, H, W) normalised -> one picture with a white frame around each, values in [0, 1]."""
+    std, mean = (np.array(v).reshape(1, 1, 1, 3) for v in (dataset.std, dataset.mean))
+    x = (x.cpu().permute(0, 2, 3, 1).numpy() * std + mean).clip(0, 1)            # (C, H, W, 3)
+    x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1)
+    return np.concatenate(list(x), axis=1)
+
+
+# ---------------------------------------------------------------------------------------------
+# test set
+
+
+def draw_by_class(ax, groups, part, bounds=True):
+    """Bars of part(run) [K] by class; bounds as levels."""
+    drawn = list(zip(groups, looks(groups)))
+    methods = [(g, look) for g, look in drawn if not (bounds and is_bound(g))] or drawn
+    spreads = [g.deviation(part) for g, _ in methods]
+    bars(ax, [g.mean(part) for g, _ in methods], [look for _, look in methods],
+         [s or [0] * len(names_of(groups)) for s in spreads] if any(spreads) else None)
+    for group, look in drawn:
+        if (group, look) not in methods:
+            levels(ax, group.mean(part), look)
+
+
+def recall(groups):
+    """Recall by class, mean of the last 20 evaluations, between the bounds. Fig. 1b"""
+    figure = by_class("recall", groups, lambda run: run.reported["recall"], "recall, %")
+    for ax in figure.axes:
+        ax.set_ylim(0, 100)
+    return figure
+
+
+def predicted(groups):
+    """Mean predicted probability of each class over the test set. Fig. 1c"""
+    figure = by_class("predicted", groups, lambda run: run.last["predicted"], "mean probability, %")
+    for ax in figure.axes:
+        share = np.bincount(groups[0].runs[0].dataset.test_labels.cpu())
+        ax.plot(100 * share / share.sum(), color="#333333", linestyle=":", linewidth=1,
+                label="test set")
+    place_legend(figure.axes[0])
+    return figure
+
+
+def by_class(name, groups, part, ylabel):
+    if len({look.name for group, look in zip(groups, looks(groups)) if is_bound(group)}) < 2:
+        say(name, "the lower or the upper bound is not among the runs (python -m baselines.train "
+                  "--base supervised --method lower_bound or upper_bound); drawn without it")
+    settings = by_setting(groups)
+    figure, axes = panels(len(settings), 3.3, across=1)
+    for ax, (setting, members) in zip(axes, settings.items()):
+        draw_by_class(ax, members, part)
+        ax.set_ylabel(ylabel)
+        ax.set_title(setting.title(), loc="right")
+        name_classes(ax, names_of(groups), labeled_counts(members[0]))
+        place_legend(ax)
+    axes[-1].set_xlabel("class, number of labeled images")
+    return figure
+
+
+def confusion(groups):
+    """Of each true class, how many percent are called what, last checkpoint. Fig. 3"""
+    return matrices(groups, lambda run: run.last["confusion"], "called")
+
+
+def matrices(groups, part, xlabel):
+    figure, axes = panels(len(groups), 4.1)
+    for i, (ax, group, look) in enumerate(zip(axes, groups, looks(groups))):
+        heat(ax, group.mean(part), names_of(groups))
+        ax.set_title(look.name)
+        ax.set_xlabel(xlabel)
+        ax.set_ylabel("true class" if i % 2 == 0 else "")
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------
+# pseudo-labels, features
+
+
+def semi_supervised(groups):
+    found = [group for group in groups if group.runs[0].cfg.base != "supervised"]
+    if not found:
+        raise UserError("all runs learn from labels alone; name a run that makes pseudo-labels")
+    return found
+
+
+def pseudo_confusion(groups):
+    """The same of pseudo-labels on the unlabeled set. Fig. 8, 9"""
+    return matrices(semi_supervised(groups), lambda run: run.pseudo["confusion"], "pseudo-label")
+
+
+def pseudo_recall(groups):
+    """Recall of the pseudo-labels by class. Fig. 4"""
+    settings = by_setting(semi_supervised(groups))
+    figure, axes = panels(len(settings), 3, sharey=True)
+    for ax, (setting, members) in zip(axes, settings.items()):
+        draw_by_class(ax, members, lambda run: run.pseudo["recall"])
+        ax.set_title(setting.title(), loc="right")
+        name_classes(ax, names_of(groups))
+    axes[0].set_ylabel("recall of pseudo-labels, %")
+    shown = {label: bar for ax in axes for bar, label in zip(*ax.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown, loc="outside upper left", ncols=6)
+    return figure
+
+
+def tsne(groups, points=2000):
+    """t-SNE of the features of training images (EMA model, without augmentation). Fig. 5, 12, 13"""
+    figure, axes = panels(len(groups), 4.2)
+    for ax, group, look in zip(axes, groups, looks(groups)):
+        place, y = embed(group.runs[0], points)
+        names, colours = names_of(groups), class_colours(labeled_counts(group))
+        ax.scatter(*place.T, s=7, c=colours[y], linewidths=0)
+        centres = np.array([np.median(place[y == k], 0) for k in np.unique(y)])
+        heights = apart(centres[:, 1], 0.045 * np.ptp(place[:, 1]))
+        for k, x, height in zip(np.unique(y), centres[:, 0], heights) if len(names) <= 20 else ():
+            outlined(ax, x, height, names[k], color=0.8 * colours[k, :3])
+        ax.set_title(look.name)
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.spines[:].set_visible(False)
+    return figure
+
+
+def embed(run, points):
+    """Places (P, 2) and true classes (P,) of images drawn from the labeled and unlabeled set."""
+    from sklearn.manifold import TSNE
+    index = np.union1d(*run.split)
+    index = index[run.dataset.labels[index] >= 0]
+    index = draw(run, 0).permutation(index)[:points]
+    z = run.of_training(run.model.features, index)                               # (P, D)
+    perplexity = min(30, (len(index) - 1) / 3)
+    return (TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(z.cpu().numpy()),
+            run.dataset.labels[index])
+
+
+# ---------------------------------------------------------------------------------------------
+# the whole
+
+
+def story(groups):
+    """Recall by class, and beside it where the bias went: one picture for the whole method."""
+    with_attractor(groups)                           # or there is nothing to tell
+    setting, members = next((s, m) for s, m in by_setting(groups).items()
+                            if any(g.runs[0].attractor for g in m))
+    figure, (top, below) = plt.subplots(2, 1, figsize=(WIDTH, 5.2), height_ratios=(5, 3),
+                                        sharex=True)
+    draw_by_class(top, members, lambda run: run.reported["recall"])
+    (group, look), *_ = with_attractor(members)
+    below.bar(range(len(names_of(groups))), np.diagonal(group.mean(bias)), 0.5, color=look.colour,
+              label=f"what the attractor of {look.name} adds to the logit of the true class")
+    below.plot(skew(group), "D", color="black", markersize=4, label=r"$\ln N_k$, centred")
+    below.axhline(0, color="black", linewidth=0.6)
+    top.set(ylabel="recall on the test set, %", ylim=(0, 100))
+    top.set_title(setting.title(), loc="right")
+    below.set(ylabel="logit", xlabel="class, number $N_k$ of labeled images")
+    name_classes(below, names_of(groups), labeled_counts(group))
+    for ax in (top, below):
+        place_legend(ax)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------
+
+FIGURES = {f.__name__: f for f in (
+    story, distribution, imbalanced_tests, recall, predicted, confusion, pseudo_confusion,
+    pseudo_recall, tsne, curves, losses, attractor, views)}
+
+
+def save(figure, path):
+    figure.savefig(path)
+    plt.close(figure)
+    if path.suffix == ".png":                        # 256 colours will do, for a third of the bytes
+        Image.open(path).convert("RGB").quantize(256, dither=0).save(path, optimize=True)
+
+
+def main(argv=None):
+    p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("runs", nargs="+", help="run folders")
+    p.add_argument("--out", required=True, help="folder for the pictures")
+    p.add_argument("--format", choices=("png", "pdf", "svg"), default="png")
+    p.add_argument("--only", nargs="+", choices=tuple(FIGURES), default=list(FIGURES),
+                   metavar="NAME", help=f"some of {', '.join(FIGURES)}")
+    args = p.parse_args(argv)
+    groups, drawn = finished.load_groups(args.runs), 0
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        path = Path(args.out) / f"{name}.{args.format}"
+        try:
+            with plt.rc_context(STYLE):
+                save(FIGURES[name](groups), path)
+        except UserError as error:
+            say(name, f"{error}; not drawn")
+            continue
+        print(path)
+        drawn += 1
+    return 0 if drawn else 2
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    common.exit_cleanly(main, data.DataError)
