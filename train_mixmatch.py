@@ -12,7 +12,7 @@ threshold, every guess counts, the biased ones too. L2AC is what it is on FixMat
 
     theta  model.features      phi  model.classifier      omega  attractor
     B labeled, U unlabeled, M balanced images; K classes; D features
-    (with several processes: of the whole batch up to mixup, of a process's slice from there on)
+    (with several processes B, U, M are those of a process's slice of the batch: distributed.py)
 """
 import torch
 import torch.nn.functional as F
@@ -65,8 +65,9 @@ def mixup(x, q, share, partner):
 
 
 def own_rows(x, labeled):
-    """(B+2U, ...) -> this process's slices of the labeled rows, the first and the second views."""
-    return torch.cat([mine(part) for part in (x[:labeled], *x[labeled:].chunk(2))])
+    """Rows of the whole batch -> this process's: B labeled ones, then both views. (B+2U, ...)"""
+    first, others = x.tensor_split([labeled * distributed.size()])
+    return torch.cat([mine(part) for part in (first, *others.chunk(2))])
 
 
 def mixmatch_losses(logits, q, labeled):
@@ -83,7 +84,7 @@ def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg = config(argv)
     device = common.pick_device(cfg)
-    distributed.start(device)
+    shard = distributed.start(device)
     dataset = distributed.in_turn(
         lambda: data.load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
     index_l, index_u = data.split(dataset, cfg)
@@ -131,7 +132,7 @@ def main(argv=None):
 
     # ------------------------------------------------------------------------------- both levels
     def view(x, purpose, step):
-        return weak(x, data.rng(cfg.seed, purpose, step), normalise)
+        return weak(x, data.rng(cfg.seed, purpose, step), normalise, shard)
 
     def move_omega(gradient):
         for p, g in zip(attractor.parameters(), gradient):
@@ -154,38 +155,36 @@ def main(argv=None):
     for step in range(start, cfg.iters):
         omega_turn = cfg.method in ("l2ac", "full_unroll") and step % cfg.omega_every == 0
 
-        # 1) Batches and views: pure functions of (seed, step). Every process makes those of the
-        #    whole batch: mixup pairs rows across slices, and a weak view is cheaper made than sent.
-        x_l, y_l = dataset.take(stream_l.batch(step))         # (B, 3, H, W), (B,)
-        x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
+        # 1) Batches and views: pure functions of (seed, step).
+        x_l, y_l = dataset.take(mine(stream_l.batch(step)))   # (B, 3, H, W), (B,)
+        x_u, true_u = dataset.take(mine(stream_u.batch(step)))   # (U, 3, H, W), (U,) for the log
         x_l, x_w = view(x_l, "labeled view", step), view(x_u, "weak view", step)
         x_v = view(x_u, "second weak view", step)             # (U, 3, H, W)
         if omega_turn or cfg.method == "single_level":
-            x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
-            x_b, y_b = mine(view(x_b, "balanced view", step)), mine(y_b)
+            x_b, y_b = dataset.take(mine(stream_b.batch(step)))  # (M, 3, H, W), (M,)
+            x_b = view(x_b, "balanced view", step)
 
         # 2) Soft labels: by the live network, with each batch's own BatchNorm statistics.
         with torch.no_grad(), models.frozen_bn_stats(model):
-            guesses = [model.classifier(features(mine(x))) for x in (x_w, x_v)]    # (U, K) each
+            guesses = [model.classifier(features(x)) for x in (x_w, x_v)]      # (U, K) each
             if adaptive_labels:
                 guesses = [adapt(logits, attractor) for logits in guesses]
             q_u = sharpen(sum(l.softmax(1) for l in guesses) / 2, cfg.temperature)      # (U, K)
-            q_u = gather(q_u)                                 # of the whole batch
 
         # 3) Mixup, one coefficient for the whole batch; then one forward pass over all rows of L;
         #    both levels use it. One pass, because labeled and unlabeled rows are mixtures of both
         #    kinds and should be normalised alike. (Code that feeds chunks of B rows interleaves
         #    them first for this reason.)
-        x, q = mixup(torch.cat([x_l, x_w, x_v]),              # (B+2U, 3, H, W), (B+2U, K)
-                     torch.cat([F.one_hot(y_l, K).float(), q_u, q_u]),
-                     *draw_mix(cfg, step, len(y_l) + 2 * len(q_u), device))
-        x, q, labeled = own_rows(x, len(y_l)), own_rows(q, len(y_l)), len(mine(y_l))
+        x, q = (torch.cat([gather(part) for part in parts]) for parts in (     # partners come from
+            (x_l, x_w, x_v), (F.one_hot(y_l, K).float(), q_u, q_u)))           # the whole batch
+        x, q = mixup(x, q, *draw_mix(cfg, step, len(q), device))
+        x, q = own_rows(x, len(y_l)), own_rows(q, len(y_l))   # (B+2U, 3, H, W), (B+2U, K)
         z = features(x)                                       # (B+2U, D)
         logits = model.classifier(z)                          # (B+2U, K)
         lambda_u = cfg.lambda_u * step / cfg.iters            # linear ramp over the whole run
 
         def lower_loss(l_hat):                                # L as a function of l^, Eq. 3
-            loss_x, loss_u = mixmatch_losses(l_hat, q, labeled)
+            loss_x, loss_u = mixmatch_losses(l_hat, q, len(y_l))
             return loss_x + lambda_u * loss_u
 
         loss_bal = omega_norm = torch.zeros((), device=device)
@@ -202,7 +201,7 @@ def main(argv=None):
             with torch.set_grad_enabled(joint):
                 delta = attractor(logits)                     # (B+2U, K)
             l_hat = logits + delta                            # Eq. 2
-        loss_x, loss_u = mixmatch_losses(l_hat, q, labeled)
+        loss_x, loss_u = mixmatch_losses(l_hat, q, len(y_l))
         loss = loss_x + lambda_u * loss_u                     # Eq. 3
         if cfg.method == "single_level":                      # Eq. 5 added to Eq. 3, weight 1
             with models.frozen_bn_stats(model):

@@ -180,7 +180,7 @@ def main(argv=None):
             x, q = mixup(torch.cat([batch.x_l, x_w, x_v]),    # (B+2U, 3, H, W), (B+2U, K)
                          torch.cat([F.one_hot(batch.y_l, K).float(), q_u, q_u]),
                          *draw_mix(cfg, step, len(batch.y_l) + 2 * len(q_u), device))
-            x, q = (own_rows(rows, len(batch.y_l)) for rows in (x, q))
+            x, q = own_rows(x, len(y_l)), own_rows(q, len(y_l))
             y_u = mine(q_u).argmax(1)
             mask = torch.ones(len(y_u), device=device)        # every guess counts
             z = features(x)                                   # (B+2U, D)
