@@ -24,7 +24,7 @@ TEMPERATURE, QUEUE = 0.05, 256
 
 def blend_weights(histogram, t_d):
     """v (K,) from the histogram m (K,) of pseudo-labels; 1 for the most frequent class."""
-    return (histogram / histogram.max()) ** (1 / t_d)
+    return (histogram / histogram.max().clamp_min(1)) ** (1 / t_d)     # no window yet: v is 0
 
 
 def similarity(z, centres):

@@ -106,6 +106,10 @@ class LDAM(Method):
         lowered = logits - F.one_hot(target, logits.shape[1]) * self.margins   # (B, K)
         return weighted_cross_entropy(self.scale * lowered, target, self.weights if late else None)
 
+    @staticmethod
+    def predict(model, x):
+        return LDAM.scale * model(x)                 # as in the loss: cosines alone are never sure
+
 
 # ---------------------------------------------------------------------------------------------
 # cRT

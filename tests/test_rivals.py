@@ -354,6 +354,10 @@ def daso_method(features, start=0.02):
                                      dataset=SimpleNamespace(num_classes=3)))
 
 
+def test_daso_without_a_complete_window_does_not_blend():
+    assert daso.blend_weights(torch.zeros(3), 0.3).tolist() == [0, 0, 0]
+
+
 def test_queues_are_first_in_first_out(monkeypatch):
     monkeypatch.setattr(daso, "QUEUE", 4)
     method, queues = daso_method(lambda x: x), [deque(maxlen=4) for _ in range(3)]
