@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent.parent
 GROUPS = defaultdict(list)
 for path in sorted(ROOT.glob("results/*/*.json")):
     result = json.loads(path.read_text())
-    key = (path.parent.name, *(result[k] for k in ("base", "gamma_u", "reverse_u", "method")))
+    key = (path.parent.name, *(result.get(k) for k in ("base", "gamma_u", "reverse_u", "method",
+                                                       "imbalance", "beta")))
     GROUPS[key].append(result)
 
 
