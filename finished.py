@@ -46,7 +46,11 @@ def load_run(folder, device="cpu"):
         method = METHODS[cfg.base][cfg.method]
         method.heads(model)
         predict, judged = partial(method.predict, model), method.judged(judged, cfg)
-    model.load_state_dict(checkpoint["ema"])
+    try:
+        model.load_state_dict(checkpoint["ema"])
+    except RuntimeError:                              # names or shapes
+        raise common.UserError(f"{folder}: the weights in its checkpoint do not fit its settings; "
+                               f"the run is damaged, train it again") from None
     model.to(device, memory_format=torch.channels_last).eval()
     attractor = load_attractor(cfg, checkpoint, num_classes, device)
     return Run(folder, cfg, checkpoint["history"], judged, model, predict, attractor, device)

@@ -262,7 +262,8 @@ def test_progressive_alignment_by_hand():
     cfg = SimpleNamespace(crest_generations=3, batch_size=2, seed=0, iters=9)
     method = crest.CReSTPlus(SimpleNamespace(
         cfg=cfg, counts=torch.tensor([8.0, 2.0], dtype=torch.float64), index_l=np.array([0]),
-        index_u=np.array([1]), dataset=SimpleNamespace(num_classes=2, labels=np.zeros(2, int))))
+        index_u=np.array([1]), dataset=SimpleNamespace(
+            num_classes=2, labels=np.zeros(2, int), read_ahead=lambda stream: None)))
     method.generation += 1
     p = torch.tensor([[.9, .1], [.5, .5]])
     target = np.array([8, 2]) ** .75 / (8 ** .75 + 2 ** .75)

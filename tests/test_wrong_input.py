@@ -99,6 +99,7 @@ RUNS = {  # run folders: that of a small FixMatch run, damaged ones, one in use
     "baselines": {RUN + " --method none": "{here}/run", "--out {here}/run": "--out",
                   "--out {here}/busy --resume": "in use"},
     "evaluate": {"": "runs", "{here}/nothing": "nothing", "{here}/file": "file",
+                 "{here}/misfit": "misfit",
                  "{here}": "last.pt", "{here}/damaged": "last.pt", "{here}/foreign": "last.pt",
                  "{here}/typed": "last.pt", "{here}/code": "last.pt", "{here}/run --jsn": "--jsn",
                  "{here}/run {here}/nothing": "nothing"},
@@ -126,7 +127,7 @@ def here(tmp_path_factory):
     for name, content in {
             "foreign": {"weights": 3}, "typed": state | {"step": "2"},
             "code": state | {"x": os.system},
-            "misfit": state | {"model": weights},
+            "misfit": state | {"model": weights, "ema": weights},
             "partless": {k: v for k, v in state.items() if k != "attractor"}}.items():
         (folder / name).mkdir()
         torch.save(content, folder / name / "last.pt")
