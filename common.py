@@ -88,7 +88,7 @@ def resolve(args, base):
     if args.compile and args.method == "full_unroll":
         raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
                         "differentiate twice")
-    for key in {"batch_size", "batch_size_u"} & vars(args).keys():
+    for key in ("batch_size", "batch_size_u"):
         if getattr(args, key) % distributed.size():
             raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by the "
                             f"{distributed.size()} processes; choose a multiple of their number")
