@@ -94,7 +94,7 @@ def main(argv=None):
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")
     stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed)
-    dataset.read_ahead(stream_l, stream_u, stream_b)
+    dataset.read_ahead(stream_l, stream_u, stream_b, part=mine)
 
     # ------------------------------------------------------------------------ model, optimizers
     torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
