@@ -62,6 +62,9 @@ class CReST(Method):
 
     @staticmethod
     def check(cfg):
+        if cfg.crest_generations > cfg.iters:
+            raise common.UserError(f"--crest_generations {cfg.crest_generations} are more than "
+                                   f"--iters {cfg.iters}; a generation needs an iteration")
         known = cfg.gamma_u is not None
         if known and not data.matched(cfg) and not cfg.crest_anyway:
             raise common.UserError(

@@ -199,8 +199,10 @@ def rivals(args):
         for _ in range(args.rounds):
             for K in COUNTS:
                 for method in methods:
-                    # DARP refines at the first iteration (not timed), DASO blends at once
-                    acting = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0"}
+                    # DARP refines at the first iteration (not timed), DASO blends at once, and
+                    # CReST does not end a generation, which it does four times in a whole run.
+                    acting = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0",
+                              "crest": "--crest_generations 1", "crest+": "--crest_generations 1"}
                     times[method, K] += train(args, method, 1 + args.iters, baselines.main,
                                               [*acting.get(method, "").split(), *split[K]])
     middle = {key: statistics.median(t) for key, t in times.items()}

@@ -139,6 +139,7 @@ def test_evaluate_judges_a_run_as_training_did(tmp_path, method):
     ("--method crest+ --reverse_u", "--gamma_u"), ("--method darp --darp_warm 2", "--darp_warm"),
     ("--method daso --daso_td 0", "--daso_td"), ("--method abc --darp_warm 0.2", "--darp_warm"),
     ("--method crest --crest_generations 0", "--crest_generations"),
+    ("--method crest --crest_generations 5 --iters 4", "--crest_generations"),
     ("--base supervised --method darp", "--method")])
 def test_wrong_flags_end_in_one_sentence(flags, named, tmp_path, capsys):
     argv = [*TINY.split(), *flags.split(), "--out", str(tmp_path / "run")]
