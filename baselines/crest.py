@@ -62,15 +62,15 @@ class CReST(Method):
 
     @staticmethod
     def check(cfg):
-        if cfg.crest_generations > cfg.iters:
-            raise common.UserError(f"--crest_generations {cfg.crest_generations} are more than "
-                                   f"--iters {cfg.iters}; a generation needs an iteration")
         known = cfg.gamma_u is not None
         if known and not data.matched(cfg) and not cfg.crest_anyway:
             raise common.UserError(
                 f"--method {cfg.method} assumes that labeled and unlabeled images are distributed "
                 f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l, or add "
                 f"--crest_anyway")
+        if cfg.crest_generations > cfg.iters:
+            raise common.UserError(f"--crest_generations {cfg.crest_generations} are more than "
+                                   f"--iters {cfg.iters}; a generation needs an iteration")
 
     def __init__(self, run):
         super().__init__(run)
