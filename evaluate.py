@@ -18,7 +18,7 @@ import torch
 
 
 @torch.no_grad()
-def scores(predict, images, normalise, batch_size=500):
+def scores(predict, images, normalise, batch_size=250):
     """(T, K) of images (T, 3, H, W) uint8, in memory or on file.
 
     predict: (N, 3, H, W) -> scores (N, K), e.g. a model in eval mode.

@@ -71,7 +71,7 @@ def own_rows(x, labeled):
 
 
 def mixmatch_losses(logits, q, labeled):
-    """L_l and L_u / lambda_u. logits, q (B+2U, K); the first `labeled` rows are the labeled ones.
+    """L_l, L_u / lambda_u of Eq. 1. logits, q (B+2U, K); the first `labeled` rows have labels.
 
     The squared error is a mean over rows and classes: lambda_u = 75 is meant for that scale.
     """

@@ -5,8 +5,8 @@
     python -m scripts.reproduce collect                 results/*, and the tables of README.md
 
 Tables 1 to 8 are the paper's, `recipe` is ours; scripts/tables.py has their cells. A run that is
-finished is not made again, one that was cut off is resumed. Numbers are read from results/ alone, to
-which `collect` copies what finished runs say, so a clone without runs collects the same tables.
+finished is not made again, one that was cut off is resumed. Numbers are read from results/ alone,
+where `collect` copies what finished runs say, so a clone without runs collects the same tables.
 """
 import csv
 import io
@@ -23,6 +23,8 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import Queue
+
+import torch
 
 import common
 from scripts.tables import DOUBTS, TABLES, TEST_SETS
@@ -111,7 +113,6 @@ def show(wanted):
 
 def execute(job, slots, children):
     """The job's commands one after the other; '' or the sentence that says why one failed."""
-    import torch
     slot, gpus = slots.get(), torch.cuda.device_count()
     chosen = {"CUDA_VISIBLE_DEVICES": str(slot % gpus)} if gpus > 1 else {}     # untested on CUDA
     print(f"{time.strftime('%H:%M')}  {job.command}", flush=True)
@@ -135,9 +136,6 @@ def execute(job, slots, children):
 
 def run(wanted, count):
     """All that is not done, `count` at a time. Ctrl-C and SIGTERM stop them; they save."""
-    def stop(*_):
-        raise KeyboardInterrupt
-    signal.signal(signal.SIGTERM, stop)
     todo, children, slots, failed = [job for job in wanted if not job.done], [], Queue(), 0
     for slot in range(count):
         slots.put(slot)
@@ -224,11 +222,13 @@ def ours(cell, scale, found):
 
 def worth(cell, by_seed, scale, found):
     """Of a recipe: how much it differs from the paper's at the same seeds."""
-    plain = next(c for c in TABLES["recipe"] if c.column == cell.column)
-    if cell.table != "recipe" or cell == plain:
+    if cell.table != "recipe":
         return ""
+    plain = next(c for c in TABLES["recipe"] if c.column == cell.column)
     base = numbers(plain, scale, found)
     seeds = by_seed.keys() & base.keys()
+    if cell == plain or not seeds:
+        return ""
     return "<br>" + " / ".join(folded([by_seed[s][key] - base[s][key] for s in seeds], signed=True)
                                for key in ("bacc", "gm"))
 
@@ -265,12 +265,13 @@ def as_csv(number, found):
     rows.writerow(["scale", "dataset", "row", "column", "seeds", "command", "paper",
                    *keys, *(f"{key}_std" for key in keys)])
     for scale, cell in ((s, c) for s in ("mini", "paper") for c in TABLES[number] if c.runs):
-        by_seed = numbers(cell, scale, found) if cell.dataset != "bench" else {}
+        by_seed = numbers(cell, scale, found)
         values = [[r[key] for r in by_seed.values()] for key in keys]
+        means = (f"{statistics.mean(v):.2f}" if v else "not run" for v in values)
+        spreads = (f"{statistics.stdev(v):.2f}" if len(v) > 1 else "" for v in values)
         rows.writerow([scale, cell.dataset, cell.row.strip("*`"), cell.column,
                        " ".join(map(str, by_seed)), cell.command(scale, "S").split(" --resume")[0],
-                       cell.paper, *(f"{statistics.mean(v):.2f}" if v else "not run" for v in values),
-                       *(f"{statistics.stdev(v):.2f}" if len(v) > 1 else "" for v in values)])
+                       cell.paper, *means, *spreads])
     return out.getvalue()
 
 
@@ -287,7 +288,8 @@ def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
         table = markdown(number, found)
         text = block(number).sub(lambda old: old[1] + table + old[2], text)
     common.write(readme, text.encode())
-    print(f"{sum(len(seeds) for key, seeds in found.items() if key[0] != 'bench')} runs in {results}")
+    count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
+    print(f"{count} runs in {results}; the tables of {readme} are theirs")
 
 
 def main(argv=None):
@@ -304,7 +306,10 @@ def main(argv=None):
     if args.action == "collect":
         return collect(args.runs)
     wanted = jobs(args.table, args.scale, args.seeds, args.runs)
-    return show(wanted) if args.action == "list" else run(wanted, args.jobs)
+    if args.action == "list":
+        return show(wanted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)            # as Ctrl-C
+    return run(wanted, args.jobs)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     for cell in cells("1"):  cell.command("paper", seed=0)  cell.paper
 
-Numbers are bACC / GM in percent unless a table says otherwise. "N/A" and "-" stand where the paper
-has no number. A letter after a number is a doubt about it, told in DOUBTS. One more table, "recipe",
-is ours: what each difference between the paper's text and its released code is worth.
+Numbers are bACC / GM in percent; of table 6 bACC / GM / ACC, of table 8 the time of an iteration
+relative to FixMatch. "N/A" and "-" stand where the paper has no number; a letter behind one is a
+doubt about it, told in DOUBTS. One more table, "recipe", is ours: what each difference between the
+paper's text and its released code is worth.
 """
 import re
 from dataclasses import dataclass
@@ -50,11 +51,11 @@ class Cell:
     @property
     def name(self):
         """Of its run folders, without the seed. Cells that need the same run share it."""
-        return f"{self.dataset}_{self.base}_{self.method}" + re.sub(r" ?--", "_", self.flags).replace(
-            " ", "")
+        flags = re.sub(r" ?--", "_", self.flags).replace(" ", "")
+        return f"{self.dataset}_{self.base}_{self.method}{flags}"
 
     def command(self, scale, seed, runs="runs"):
-        """The whole line. Giving it twice is harmless: --resume goes on or sees that all is done."""
+        """The whole line. Giving it twice is harmless: --resume goes on, or sees all is done."""
         if self.dataset == "bench":
             return "python -m scripts.bench --rivals --json"
         script = (f"train_{self.base}.py" if self.method in TUTORIAL and self.base != "supervised"
@@ -74,98 +75,100 @@ def alike(flags):
     return not flags or len(gammas) == 2 and gammas[0] == gammas[1] and "--reverse_u" not in flags
 
 
-def own_flags(base, method, dataset, flags):
+def own_flags(base, method, flags):
     """What a method needs of a setting: labels alone know no gamma_u, DARP may have to estimate."""
     if base == "supervised":
         return re.sub(r" --gamma_u \S+| --reverse_u", "", flags)
     return f"{flags} --darp_estimate" if method == "darp" and not alike(flags) else flags
 
 
-def table(number, dataset, columns, text, tests=False):
-    """Cells from lines `base method label | paper's number | ...`, one number for each column."""
-    result = []
+def table(number, dataset, columns, text, setting=None):
+    """Cells from lines `base method label | paper's number | ...`, one number for each column.
+
+    columns: {title: flags}; or, with the flags of one setting for all, {title: test set}.
+    """
+    cells = []
     for line in text.strip().splitlines():
         head, *numbers = (part.strip() for part in line.split("|"))
         base, method, label = head.split(maxsplit=2)
-        for (column, flags), paper in zip(columns.items(), numbers, strict=True):
-            result.append(Cell(number, label, column, base, method, dataset,
-                               own_flags(base, method, dataset, "--gamma_l 100 --gamma_u 100")
-                               if tests else own_flags(base, method, dataset, flags), paper,
-                               flags if tests else ""))
-    return result
+        for (column, value), paper in zip(columns.items(), numbers, strict=True):
+            flags = own_flags(base, method, setting or value)
+            cells.append(Cell(number, label, column, base, method, dataset, flags,
+                              re.sub(r"(?<=\d)/", " / ", paper), value if setting else ""))
+    return cells
 
 
 TABLES = {
     "1": table("1", "cifar10", LONG, """
-        supervised vanilla      Vanilla       | 58.8 / 51.0 | 55.6 / 44.0 | 58.8 / 51.0 | 58.8 / 51.0
-        supervised resampling   w/ Re-sampling| 55.8 / 45.1 | 52.2 / 38.2 | 55.8 / 45.1 | 55.8 / 45.1
-        supervised ldam         w/ LDAM-DRW   | 62.8 / 58.9 | 57.9 / 50.4 | 62.8 / 58.9 | 62.8 / 58.9
-        supervised crt          w/ cRT        | 63.2 / 59.9 | 59.3 / 54.6 | 63.2 / 59.9 | 63.2 / 59.9
-        mixmatch   none         MixMatch      | 64.8 / 49.0 | 62.5 / 42.5 | 41.5 / 12.0 | 47.9 / 20.5
-        mixmatch   darp         w/ DARP       | 67.9 / 61.2 | 65.8 / 56.5 | 86.7 / 86.2 | 72.9 / 71.0
-        mixmatch   sar          w/ SaR        | 66.8 / 59.9 | 64.4 / 57.3 | 68.4 / 62.0 | 65.5 / 64.2
-        mixmatch   daso         w/ DASO       | 69.8 / 69.3 | 66.5 / 65.4 | 75.5 / 74.6 | 65.7 / 62.0
-        mixmatch   abc          w/ ABC        | 75.7 / 74.7 | 68.5 / 56.4 | 72.1 / 41.2 | 62.9 / 59.9
-        mixmatch   l2ac         **w/ L2AC**   | 76.6 / 75.7 | 72.1 / 70.3 | 87.2 / 86.7 | 74.0 / 72.9
-        fixmatch   none         FixMatch      | 71.5 / 66.8 (a) | 68.4 / 59.9 | 68.9 / 42.8 | 65.5 / 26.0
-        fixmatch   darp         w/ DARP       | 75.5 / 73.0 | 70.4 / 64.9 | 85.4 / 85.0 | 74.9 / 72.3
-        fixmatch   crest+       w/ CReST+     | 77.5 / 76.1 | 72.1 / 68.9 | N/A         | N/A
-        fixmatch   sar          w/ SaR        | 77.6 / 75.9 | 71.5 / 66.9 | 85.9 / 85.3 | 78.3 / 76.1
-        fixmatch   daso         w/ DASO       | 78.3 / 76.5 | 74.6 / 71.7 | 87.9 / 87.7 | 79.5 / 78.9
-        fixmatch   abc          w/ ABC        | 80.2 / 78.9 | 74.7 / 72.2 | 81.3 / 80.2 | 70.3 / 67.9
-        fixmatch   l2ac         **w/ L2AC**   | 82.1 / 81.5 | 77.6 / 75.8 | 89.5 / 89.2 | 82.2 / 81.7
+        supervised vanilla    Vanilla        | 58.8/51.0     | 55.6/44.0 | 58.8/51.0 | 58.8/51.0
+        supervised resampling w/ Re-sampling | 55.8/45.1     | 52.2/38.2 | 55.8/45.1 | 55.8/45.1
+        supervised ldam       w/ LDAM-DRW    | 62.8/58.9     | 57.9/50.4 | 62.8/58.9 | 62.8/58.9
+        supervised crt        w/ cRT         | 63.2/59.9     | 59.3/54.6 | 63.2/59.9 | 63.2/59.9
+        mixmatch   none       MixMatch       | 64.8/49.0     | 62.5/42.5 | 41.5/12.0 | 47.9/20.5
+        mixmatch   darp       w/ DARP        | 67.9/61.2     | 65.8/56.5 | 86.7/86.2 | 72.9/71.0
+        mixmatch   sar        w/ SaR         | 66.8/59.9     | 64.4/57.3 | 68.4/62.0 | 65.5/64.2
+        mixmatch   daso       w/ DASO        | 69.8/69.3     | 66.5/65.4 | 75.5/74.6 | 65.7/62.0
+        mixmatch   abc        w/ ABC         | 75.7/74.7     | 68.5/56.4 | 72.1/41.2 | 62.9/59.9
+        mixmatch   l2ac       **w/ L2AC**    | 76.6/75.7     | 72.1/70.3 | 87.2/86.7 | 74.0/72.9
+        fixmatch   none       FixMatch       | 71.5/66.8 (a) | 68.4/59.9 | 68.9/42.8 | 65.5/26.0
+        fixmatch   darp       w/ DARP        | 75.5/73.0     | 70.4/64.9 | 85.4/85.0 | 74.9/72.3
+        fixmatch   crest+     w/ CReST+      | 77.5/76.1     | 72.1/68.9 | N/A       | N/A
+        fixmatch   sar        w/ SaR         | 77.6/75.9     | 71.5/66.9 | 85.9/85.3 | 78.3/76.1
+        fixmatch   daso       w/ DASO        | 78.3/76.5     | 74.6/71.7 | 87.9/87.7 | 79.5/78.9
+        fixmatch   abc        w/ ABC         | 80.2/78.9     | 74.7/72.2 | 81.3/80.2 | 70.3/67.9
+        fixmatch   l2ac       **w/ L2AC**    | 82.1/81.5     | 77.6/75.8 | 89.5/89.2 | 82.2/81.7
         """),
     "2": table("2", "cifar100", {"CIFAR-100, gamma 10": "--gamma_l 10 --gamma_u 10",
                                  "CIFAR-100, gamma 20": "--gamma_l 20 --gamma_u 20"}, """
-        fixmatch none FixMatch    | 55.1 / 46.7 | 49.5 / 34.2
-        fixmatch darp w/ DARP     | 56.3 / 48.2 | 50.2 / 36.0
-        fixmatch abc  w/ ABC      | 58.2 / 51.8 | 53.1 / 42.2
-        fixmatch daso w/ DASO     | 58.3 / 51.4 | 53.0 / 39.5
-        fixmatch l2ac **w/ L2AC** | 57.8 / 52.1 | 52.6 / 43.0
+        fixmatch none FixMatch    | 55.1/46.7 | 49.5/34.2
+        fixmatch darp w/ DARP     | 56.3/48.2 | 50.2/36.0
+        fixmatch abc  w/ ABC      | 58.2/51.8 | 53.1/42.2
+        fixmatch daso w/ DASO     | 58.3/51.4 | 53.0/39.5
+        fixmatch l2ac **w/ L2AC** | 57.8/52.1 | 52.6/43.0
         """) + table("2", "stl10", {"STL-10, gamma_l 10": "--gamma_l 10",
                                     "STL-10, gamma_l 20": "--gamma_l 20"}, """
-        fixmatch none FixMatch    | 69.6 / 62.6 (b) | 65.5 / 26.0 (b)
-        fixmatch darp w/ DARP     | 72.9 / 69.5 (b) | 74.9 / 72.3 (b)
-        fixmatch abc  w/ ABC      | 78.2 / 77.3 | 72.7 / 70.6
-        fixmatch daso w/ DASO     | 78.2 / 77.4 | 75.4 / 74.4
-        fixmatch l2ac **w/ L2AC** | 79.9 / 79.1 | 77.0 / 75.8
+        fixmatch none FixMatch    | 69.6/62.6 (b) | 65.5/26.0 (b)
+        fixmatch darp w/ DARP     | 72.9/69.5 (b) | 74.9/72.3 (b)
+        fixmatch abc  w/ ABC      | 78.2/77.3     | 72.7/70.6
+        fixmatch daso w/ DASO     | 78.2/77.4     | 75.4/74.4
+        fixmatch l2ac **w/ L2AC** | 79.9/79.1     | 77.0/75.8
         """),
     "3": table("3", "sun397", {"SUN397": ""}, """
-        supervised vanilla Vanilla  | 38.3 / 29.9
-        supervised crt     cRT      | 39.3 / 33.7
-        fixmatch   none    FixMatch | 44.9 / 35.7
-        fixmatch   darp    w/ DARP  | 45.5 / 37.5
-        fixmatch   abc     w/ ABC   | 47.0 / 39.2
-        fixmatch   l2ac    **w/ L2AC** | 48.8 / 40.6
+        supervised vanilla Vanilla     | 38.3/29.9
+        supervised crt     cRT         | 39.3/33.7
+        fixmatch   none    FixMatch    | 44.9/35.7
+        fixmatch   darp    w/ DARP     | 45.5/37.5
+        fixmatch   abc     w/ ABC      | 47.0/39.2
+        fixmatch   l2ac    **w/ L2AC** | 48.8/40.6
         """),
-    "4": table("4", "cifar10", {f"CIFAR-10, beta {b} %": f"--gamma_l 100 --gamma_u 100 --beta {b / 100}"
+    "4": table("4", "cifar10", {f"CIFAR-10, beta {b} %": f"{LONG['gamma 100']} --beta {b / 100}"
                                 for b in (1, 5, 10, 20, 30)}, """
-        fixmatch none FixMatch    | 54.9 / 16.5 | 65.1 / 35.5 | 69.0 / 53.9 | 72.0 / 62.2 | 76.5 / 74.3
-        fixmatch l2ac **w/ L2AC** | 62.8 / 55.8 | 75.9 / 74.1 | 79.3 / 78.4 | 80.8 / 79.9 | 83.6 / 83.2
+        fixmatch none FixMatch    | 54.9/16.5 | 65.1/35.5 | 69.0/53.9 | 72.0/62.2 | 76.5/74.3
+        fixmatch l2ac **w/ L2AC** | 62.8/55.8 | 75.9/74.1 | 79.3/78.4 | 80.8/79.9 | 83.6/83.2
         """) + table("4", "stl10", {f"STL-10, beta {b} %": f"--gamma_l 10 --beta {b / 100}"
                                     for b in (5, 10, 20, 40, 60)}, """
-        fixmatch none FixMatch    | 46.5 / 19.9 | 48.8 / 27.0 | 58.2 / 39.8 | 67.2 / 60.7 | 69.2 / 67.6
-        fixmatch l2ac **w/ L2AC** | 62.8 / 57.1 | 66.5 / 62.9 | 72.6 / 70.6 | 77.0 / 75.7 | 78.8 / 77.9
+        fixmatch none FixMatch    | 46.5/19.9 | 48.8/27.0 | 58.2/39.8 | 67.2/60.7 | 69.2/67.6
+        fixmatch l2ac **w/ L2AC** | 62.8/57.1 | 66.5/62.9 | 72.6/70.6 | 77.0/75.7 | 78.8/77.9
         """),
     "5": table("5", "cifar10", {k: LONG[k] for k in ("gamma 100", "gamma_u 100 reversed")}, """
-        fixmatch none         FixMatch                       | 71.5 / 68.8 (a) | 65.5 / 26.0
-        fixmatch attractor    FixMatch w/ bias attractor     | 73.9 / 70.7 | 66.6 / 44.8
-        fixmatch single_level L2AC w/o bi-level training     | 78.4 / 76.6 | 79.3 / 78.0
-        fixmatch l2ac         **L2AC**                       | 82.1 / 81.5 | 82.2 / 81.7
+        fixmatch none         FixMatch                   | 71.5/68.8 (a) | 65.5/26.0
+        fixmatch attractor    FixMatch w/ bias attractor | 73.9/70.7     | 66.6/44.8
+        fixmatch single_level L2AC w/o bi-level training | 78.4/76.6     | 79.3/78.0
+        fixmatch l2ac         **L2AC**                   | 82.1/81.5     | 82.2/81.7
         """),
     "6": table("6", "cifar10", TEST_SETS, """
-        fixmatch none   FixMatch    | 72.4 / 66.3 / 86.1 | 72.7 / 66.9 / 56.6 | 72.3 / 65.7 / 75.6
-        fixmatch darp   w/ DARP     | 74.8 / 72.5 / 86.3 | 75.5 / 73.2 / 63.9 | 75.6 / 73.3 / 77.4
-        fixmatch crest+ w/ CReST+   | 77.8 / 76.5 / 86.3 (c) | 77.2 / 74.8 / 68.9 (c) | 77.5 / 76.3 / 80.3 (c)
-        fixmatch abc    w/ ABC      | 80.2 / 79.2 / 88.1 | 80.2 / 79.0 / 71.7 | 80.1 / 79.0 / 82.8
-        fixmatch l2ac   **w/ L2AC** | 82.6 / 82.0 / 87.2 | 82.4 / 81.8 / 78.6 | 82.7 / 82.1 / 83.9
-        """, tests=True),
-    "7": table("7", "cifar10", {f"step, gamma_u {g}": f"--imbalance step --gamma_l 100 --gamma_u {g}"
-                                for g in (100, 1)}, """
-        fixmatch none FixMatch    | 55.0 / 24.4 | 60.1 / 18.32
-        fixmatch darp w/ DARP     | 58.6 / 30.0 | -
-        fixmatch abc  w/ ABC      | 75.1 / 67.5 | 75.8 / 69.2
-        fixmatch l2ac **w/ L2AC** | 76.7 / 74.5 | 81.8 / 80.5
+        fixmatch none   FixMatch    | 72.4/66.3/86.1     | 72.7/66.9/56.6     | 72.3/65.7/75.6
+        fixmatch darp   w/ DARP     | 74.8/72.5/86.3     | 75.5/73.2/63.9     | 75.6/73.3/77.4
+        fixmatch crest+ w/ CReST+   | 77.8/76.5/86.3 (c) | 77.2/74.8/68.9 (c) | 77.5/76.3/80.3 (c)
+        fixmatch abc    w/ ABC      | 80.2/79.2/88.1     | 80.2/79.0/71.7     | 80.1/79.0/82.8
+        fixmatch l2ac   **w/ L2AC** | 82.6/82.0/87.2     | 82.4/81.8/78.6     | 82.7/82.1/83.9
+        """, LONG["gamma 100"]),
+    "7": table("7", "cifar10", {f"step, {column}": f"--imbalance step {LONG[column]}"
+                                for column in ("gamma 100", "gamma_u 1")}, """
+        fixmatch none FixMatch    | 55.0/24.4 | 60.1/18.32
+        fixmatch darp w/ DARP     | 58.6/30.0 | -
+        fixmatch abc  w/ ABC      | 75.1/67.5 | 75.8/69.2
+        fixmatch l2ac **w/ L2AC** | 76.7/74.5 | 81.8/80.5
         """),
     "8": table("8", "bench", {"CIFAR-10 (K = 10)": "10", "CIFAR-100 (K = 100)": "100"}, """
         fixmatch none        FixMatch             | 1.00 (19.6 it/s) | 1.00 (19.6 it/s)
@@ -174,8 +177,8 @@ TABLES = {
         fixmatch full_unroll w/ L2AC, traditional | 1.98 (9.9 it/s)  | 2.02 (9.7 it/s)
         fixmatch l2ac        **w/ L2AC**          | 1.38 (14.2 it/s) | 1.41 (13.9 it/s)
         """),
-    "recipe": [Cell("recipe", f"`{flag or '--recipe paper'}`", column, "fixmatch", "l2ac", "cifar10",
-                    f"{LONG[column]} {flag}".strip(),
+    "recipe": [Cell("recipe", f"`{flag or '--recipe paper'}`", column, "fixmatch", "l2ac",
+                    "cifar10", f"{LONG[column]} {flag}".strip(),
                     SAME if "auto" in flag and not alike(LONG[column]) else "")
                for flag in RECIPE for column in ("gamma 100", "gamma_u 100 reversed")],
 }

@@ -1,0 +1,240 @@
+"""The paper's tables: every cell has a command that starts, `run` finishes what is not finished,
+`collect` folds seeds rightly, and the README shows what it prints from results/."""
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import common
+import data
+import train_fixmatch
+import train_mixmatch
+from baselines import train as baselines
+from scripts import reproduce, tables
+
+ROOT = Path(__file__).parent.parent
+MAINS = {"train_fixmatch.py": train_fixmatch.main, "train_mixmatch.py": train_mixmatch.main,
+         "baselines.train": baselines.main}
+
+
+def test_readme_shows_what_collect_prints(tmp_path):
+    """Collected from the committed results alone; a table by hand, or an old one, would differ."""
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    reproduce.collect(tmp_path / "no runs", tmp_path / "results", tmp_path / "README.md")
+    text = (tmp_path / "README.md").read_text()
+    assert text == (ROOT / "README.md").read_text()
+    for number in tables.TABLES:
+        assert len(reproduce.block(number).findall(text)) == 1, number
+    for path in (tmp_path / "results").glob("*.csv"):
+        assert path.read_text() == (ROOT / "results" / path.name).read_text(), path.name
+
+
+def test_results_are_of_one_setting_and_complete():
+    """All of results/mini are of one protocol, and but for the recipe table of one recipe."""
+    names = {cell.name: cell for cells in tables.TABLES.values() for cell in cells}
+    for path in ROOT.glob("results/mini/*.json"):
+        result = json.loads(path.read_text())
+        name, _, seed = path.stem.rpartition("_s")
+        cell = names[name]
+        assert (result["base"], result["method"], result["dataset"], result["scale"]) == (
+            cell.base, cell.method, cell.dataset, "mini")
+        assert result["seed"] == int(seed) and result["evaluations"] == 20
+        assert result["recipe"] == ("official" if "official" in cell.flags else "paper")
+        assert result["iters"] == 2000 or cell.method == "crt"               # which has two stages
+
+
+# ---------------------------------------------------------------------------------------------
+# the commands
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory):
+    """Noise in the numbers of the real datasets, 8 px."""
+    folder, g = tmp_path_factory.mktemp("stand-ins"), np.random.default_rng(0)
+
+    def write(name, classes, per_class, **more):
+        y = np.repeat(np.arange(classes), per_class)
+        x = g.integers(0, 256, (len(y), 8, 8, 3), np.uint8)
+        np.savez(folder / f"{name}.npz", x_train=x, y_train=y, x_test=x[::per_class],
+                 y_test=y[::per_class], **more)
+    write("cifar10", 10, 5000)
+    write("cifar100", 100, 500)
+    write("stl10", 10, 500, x_unlabeled=g.integers(0, 256, (1000, 8, 8, 3), np.uint8))
+    write("sun397", 397, 6)
+    return folder
+
+
+def training_commands(scale):
+    return {job.command: job.cell for job in reproduce.jobs(tables.TABLES, scale, [0], "runs")
+            if job.cell.dataset != "bench"}
+
+
+@pytest.mark.parametrize("command", training_commands("paper"))
+def test_a_command_starts(command, stand_ins, tmp_path, capsys):
+    """As `list` prints it, but one iteration on stand-ins of the data, with a small network."""
+    words = shlex.split(command)
+    script = next(word for word in words if word in MAINS)
+    argv = words[words.index(script) + 1:]
+    small = ["--iters", "1", "--model", "wrn-10-1", "--image_size", "8", "--batch_size", "4",
+             "--batch_size_u", "4", "--data_dir", str(stand_ins), "--threads", "1", "--out",
+             str(tmp_path / "run")]
+    small += ["--crest_generations", "1"] if "crest+" in words else []
+    MAINS[script]([*argv, *small])
+    assert "bACC" in capsys.readouterr().out
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    cell = training_commands("paper")[command]
+    assert (result["base"], result["method"], result["dataset"]) == (
+        cell.base, cell.method, cell.dataset)
+
+
+def test_every_cell_of_the_paper_has_a_command():
+    count = {number: sum(cell.runs for cell in cells) for number, cells in tables.TABLES.items()}
+    assert count == {"1": 66, "2": 20, "3": 6, "4": 20, "5": 8, "6": 15, "7": 7, "8": 10,
+                     "recipe": 23}
+    for scale in ("mini", "paper"):
+        for command, cell in training_commands(scale).items():
+            assert f"--scale {scale}" in command and cell.name in command
+    assert len({c.folder("mini", 0) for c in training_commands("mini").values()}) == len(
+        training_commands("mini"))                       # different commands, different folders
+
+
+def test_darp_estimates_exactly_where_the_distributions_differ():
+    for cell in (c for cells in tables.TABLES.values() for c in cells if c.method == "darp"):
+        if cell.dataset in ("cifar10", "cifar100") and cell.runs:
+            cfg, _ = baselines.config(["--base", cell.base, "--method", "darp", "--dataset",
+                                       cell.dataset, *cell.flags.split()])
+            assert cfg.darp_estimate == (not data.matched(cfg)), cell
+        if cell.dataset == "stl10":
+            assert "--darp_estimate" in cell.flags
+
+
+def test_list_is_one_command_a_line_with_its_hours(capsys):
+    reproduce.main(["list", "--table", "1", "6", "--scale", "paper", "--seeds", "0", "1"])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("python ") and "  # about" in line for line in lines)
+    assert len(lines) == 2 * (66 - 2 * 4) and f"{len(lines)} runs, 0 done" in last
+    # labels alone know no gamma_u, so three columns share their runs
+    assert sum("evaluate.py" in line for line in lines) == 2 * 5          # the methods of table 6
+
+
+def test_hours_follow_the_papers_rate():
+    cell = tables.TABLES["1"][0]
+    fixmatch = next(c for c in tables.TABLES["1"] if (c.base, c.method) == ("fixmatch", "none"))
+    assert reproduce.hours(fixmatch, "paper") == pytest.approx(3.54, abs=0.01)   # 250,000 / 19.6 s
+    assert reproduce.hours(cell, "paper") == pytest.approx(3.54 * 64 * 3 / 640, abs=0.01)
+
+
+# ---------------------------------------------------------------------------------------------
+# run
+
+SMALL = "--image_size 8 --batch_size 6 --eval_every 2"
+
+
+def small_cell(flags, **more):
+    fields = dict(table="x", row="a", column="b", base="fixmatch", method="none",
+                  dataset="synthetic", flags=flags, paper="1 / 2")
+    return tables.Cell(**fields | more)
+
+
+@pytest.fixture
+def two_cells(monkeypatch):
+    monkeypatch.setattr(reproduce, "TABLES", {
+        "x": [small_cell(f"{SMALL} --iters 4", test="longtail"), small_cell(f"{SMALL} --iters 0")]})
+
+
+def test_run_does_what_is_not_done_and_names_what_fails(two_cells, tmp_path, capsys):
+    wanted = reproduce.jobs(["x"], "mini", [0, 1], tmp_path)
+    assert [job.done for job in wanted] == [False] * 4
+    assert reproduce.run(wanted, 2) == 1
+    out = capsys.readouterr().out
+    assert "4 of 4 runs to do" in out and "2 failed" in out and "--iters" in out
+    assert [job.done for job in wanted] == [True, True, False, False]
+    judged = json.loads((wanted[0].folder / "test_longtail.json").read_text())
+    assert judged[str(wanted[0].folder)]["acc"] >= 0
+    before = {path: path.stat().st_mtime_ns for path in wanted[0].folder.iterdir()}
+    assert reproduce.run(wanted[:2], 2) == 0
+    assert "0 of 2 runs to do" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in wanted[0].folder.iterdir()}
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path):
+    """SIGTERM to `run`: the training below it saves and ends; the same command finishes it."""
+    flags = f"{SMALL} --iters 100000"
+    code = ("import sys\nfrom scripts import reproduce, tables\n"
+            "cell = tables.Cell('x', 'a', 'b', 'fixmatch', 'none', 'synthetic', "
+            f"{flags!r}, '1 / 2')\nreproduce.TABLES = {{'x': [cell]}}\n"
+            f"sys.exit(reproduce.main(['run', '--runs', {str(tmp_path)!r}]))\n")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+                               text=True)
+    run = Path(small_cell(flags).folder("mini", 0, tmp_path))
+    wait_until(lambda: (run / "log.csv").exists())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1 and "goes on" in process.stdout.read()
+    step = common.load_checkpoint(run)["step"]
+    assert 0 < step < 100_000
+    time.sleep(1)
+    assert common.load_checkpoint(run)["step"] == step             # nothing trains on behind it
+
+
+def wait_until(condition):
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    pytest.fail("it did not happen within a minute")
+
+
+# ---------------------------------------------------------------------------------------------
+# collect
+
+
+def test_collect_folds_seeds_and_says_not_run(monkeypatch, tmp_path):
+    cells = [small_cell("--n1 9"), small_cell("--n1 8", column="c", paper="N/A"),
+             small_cell("--n1 7", row="d"), small_cell("--n1 6", row="d", column="c")]
+    monkeypatch.setattr(reproduce, "TABLES", {"1": cells})
+    for name, scale, bacc, gm in (("n19_s0", "mini", 40, 10), ("n19_s1", "mini", 44, 13),
+                                  ("n17_s0", "mini", 30, 20), ("n19_s0", "paper", 80, 79)):
+        folder = tmp_path / "runs" / scale / f"synthetic_fixmatch_none_{name}"
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"bacc": bacc, "gm": gm, "acc": 1}))
+    (tmp_path / "results").mkdir()
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- table 1 -->\nold\n<!-- end -->\nafter\n")
+    reproduce.collect(tmp_path / "runs", tmp_path / "results", readme)
+    # standard deviations: sqrt(2 * 2^2 / 1) = 2.8, sqrt(2 * 1.5^2 / 1) = 2.1
+    assert readme.read_text() == """before
+<!-- table 1 -->
+| | b | c |
+|---|--:|--:|
+| a | 42.0 ± 2.8 / 11.5 ± 2.1 (2)<br>full size: 80.0 / 79.0 (1)<br>*1 / 2* | N/A |
+| d | 30.0 / 20.0 (1)<br>*1 / 2* | not run<br>*1 / 2* |
+<!-- end -->
+after
+"""
+    rows = (tmp_path / "results/table_1.csv").read_text().splitlines()
+    assert rows[1].split(",")[4] == "0 1" and ",42.00,11.50," in rows[1]
+    assert "not run,not run,not run" in rows[3]
+
+
+def test_what_a_recipe_is_worth_is_told_at_the_same_seeds():
+    plain, other = tables.TABLES["recipe"][0], tables.TABLES["recipe"][2]
+    found = {("mini", plain.name): {0: {"bacc": 40, "gm": 30}, 1: {"bacc": 90, "gm": 90}},
+             ("mini", other.name): {0: {"bacc": 41.5, "gm": 28}}}
+    assert reproduce.ours(other, "mini", found) == "41.5 / 28.0 (1)<br>+1.5 / -2.0"
+
+
+def test_cost_is_relative_to_fixmatch_at_the_same_number_of_classes():
+    cell = next(c for c in tables.TABLES["8"] if c.method == "darp" and c.flags == "100")
+    assert reproduce.ours(cell, "mini", {("bench", ""): {"none 10": 1, "none 100": 2,
+                                                         "darp 100": 2.5}}) == "1.25"
+    for paper in (c.paper for c in tables.TABLES["8"]):                # ratio (rate)
+        ratio, rate = paper.removesuffix(" it/s)").split(" (")
+        assert float(ratio) == pytest.approx(19.6 / float(rate), abs=0.006)
