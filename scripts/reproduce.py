@@ -118,6 +118,8 @@ def execute(job, slots, children):
     print(f"{time.strftime('%H:%M')}  {job.command}", flush=True)
     try:
         for line, output in job.commands():
+            if line == job.command and job.result.exists():
+                continue                                 # trained; the test sets are missing
             # In a session of its own: Ctrl-C reaches it once, through `run`, and it saves.
             child = subprocess.Popen([sys.executable, *shlex.split(line)[1:]], text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -276,7 +278,7 @@ def as_csv(number, found):
 
 
 def block(number):
-    return re.compile(rf"(<!-- table {number} -->\n).*?(\n<!-- end -->)", re.S)
+    return re.compile(rf"(<!-- table {number} -->\n).*?(<!-- end -->)", re.S)
 
 
 def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
@@ -286,7 +288,7 @@ def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
         if number != "8":                                # bench.json is its file
             common.write(results / f"table_{number}.csv", as_csv(number, found).encode())
         table = markdown(number, found)
-        text = block(number).sub(lambda old: old[1] + table + old[2], text)
+        text = block(number).sub(lambda old: f"{old[1]}{table}\n{old[2]}", text)
     common.write(readme, text.encode())
     count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
     print(f"{count} runs in {results}; the tables of {readme} are theirs")
@@ -304,6 +306,8 @@ def main(argv=None):
     add("--runs", default="runs", help="folder of the run folders (default: runs)")
     args = p.parse_args(argv)
     if args.action == "collect":
+        if args.runs != p.get_default("runs") and not Path(args.runs).is_dir():
+            p.error(f"--runs {args.runs} is no folder")
         return collect(args.runs)
     wanted = jobs(args.table, args.scale, args.seeds, args.runs)
     if args.action == "list":

@@ -22,6 +22,16 @@ def test_json(no_trace, monkeypatch, capsys):
         assert result[key] > 0
 
 
+def test_rivals(no_trace, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "COUNTS", {10: (20, 40, 10), 100: (4, 8, 2)})
+    bench.main("--rivals --model wrn-10-1 --batch_size 4 --image_size 8 --rounds 1 --iters 1 "
+               "--json".split())
+    result = json.loads(capsys.readouterr().out)
+    methods = "none darp crest crest+ abc sar daso l2ac full_unroll".split()
+    assert result.keys() == {f"{m} {K}" for m in methods for K in (10, 100)}
+    assert all(seconds > 0 for seconds in result.values())
+
+
 def test_operations_of_an_iteration_of_the_paper(no_trace):
     """Two strong views of RandAugment(3, .), WRN-28-2, optimizers and EMA included."""
     args = SimpleNamespace(model="wrn-28-2", batch_size=64, image_size=8)

@@ -13,7 +13,7 @@ MEANING = {
     5: "the upper loss L_bal: the linear classifier alone on a balanced batch",
     6: "the step of omega, through the step of phi",
 }
-BLOCK = re.compile(r"(<!-- equations -->\n).*?(\n<!-- end -->)", re.S)
+BLOCK = re.compile(r"(<!-- equations -->\n).*?(<!-- end -->)", re.S)
 
 
 def tagged():
@@ -57,4 +57,5 @@ def test_links_of_the_readme_lead_somewhere():
 
 if __name__ == "__main__":
     readme = ROOT / "README.md"
-    readme.write_text(BLOCK.sub(lambda old: old[1] + equations() + old[2], readme.read_text()))
+    table = equations()
+    readme.write_text(BLOCK.sub(lambda old: f"{old[1]}{table}\n{old[2]}", readme.read_text()))

@@ -14,12 +14,12 @@ import evaluate
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
-from scripts import bench, torture
+from scripts import bench, reproduce, torture
 
 TINY = "--image_size 8 --batch_size 6 --eval_every 2 --iters 2 --threads 1 --device cpu "
 MAINS = {"fixmatch": train_fixmatch.main, "mixmatch": train_mixmatch.main,
          "baselines": baselines.main, "evaluate": evaluate.main, "bench": bench.main,
-         "torture": torture.main}
+         "torture": torture.main, "reproduce": reproduce.main}
 NEW, RUN = " --out {here}/new", " --out {here}/run --resume"
 
 FLAGS = {  # flags of the training scripts: what the sentence must name
@@ -107,6 +107,10 @@ RUNS = {  # run folders: that of a small FixMatch run, damaged ones, one in use
               "--batch_size 1": "--batch_size", "--image_size 4": "--image_size", "more": "more"},
     "torture": {"--kills 0": "--kills", "--script evaluate": "--script", "--processes 99":
                 "--processes", "--seed -1": "--seed"},
+    "reproduce": {"": "action", "sing": "action", "list --table 9": "--table", "list --scale huge":
+                  "--scale", "list --seeds -1": "--seeds", "list --seeds": "--seeds",
+                  "run --jobs 0": "--jobs", "run --jobs many": "--jobs",
+                  "collect --runs {here}/nothing": "--runs", "collect --runs {here}/file": "--runs"},
 }
 CASES = [(command, f"{TINY}{flags}{'' if '--out' in flags else NEW}", word)
          for table in (FLAGS, FILES) for command in table for flags, word in table[command].items()]
