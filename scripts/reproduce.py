@@ -114,7 +114,11 @@ def show(wanted):
 def execute(job, slots, children):
     """The job's commands one after the other; '' or the sentence that says why one failed."""
     slot, gpus = slots.get(), torch.cuda.device_count()
-    chosen = {"CUDA_VISIBLE_DEVICES": str(slot % gpus)} if gpus > 1 else {}     # untested on CUDA
+    env = dict(os.environ)
+    if gpus > 1:
+        env["CUDA_VISIBLE_DEVICES"] = str(slot % gpus)   # untested on CUDA
+    if "--threads 1 " in job.command:
+        env["OMP_NUM_THREADS"] = "1"                     # evaluate.py too
     print(f"{time.strftime('%H:%M')}  {job.command}", flush=True)
     try:
         for line, output in job.commands():
@@ -123,7 +127,7 @@ def execute(job, slots, children):
             # In a session of its own: Ctrl-C reaches it once, through `run`, and it saves.
             child = subprocess.Popen([sys.executable, *shlex.split(line)[1:]], text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                     env=os.environ | chosen, start_new_session=True)
+                                     env=env, start_new_session=True)
             children.append(child)
             printed, errors = child.communicate()
             if child.returncode:
