@@ -203,7 +203,7 @@ def rivals(args):
         for turn, K, method in itertools.product(range(args.rounds), COUNTS, COMPARED):
             if turn and method == "full_unroll":
                 continue                                 # four times as slow; once is enough
-            main = train_fixmatch.main if method in METHODS[1:] else baselines.main
+            main = train_fixmatch.main if method in METHODS else baselines.main
             # DARP refines at the first iteration (not timed), DASO blends at once, and CReST does
             # not end a generation, which it does four times in a whole run.
             acting = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0",
@@ -216,7 +216,8 @@ def rivals(args):
 
 def rivals_table(args, r):
     lines = [f"{args.model}, batch {args.batch_size}, {args.image_size} px, one thread, "
-             f"fastest of {args.rounds * args.iters} iterations, on FixMatch",
+             f"fastest of {args.rounds * args.iters} iterations (full_unroll: {args.iters}), "
+             f"on FixMatch",
              f"{'':<12}{'s/it, K=10':>12}{'/ none':>8}{'s/it, K=100':>13}{'/ none':>8}"]
     for m in COMPARED:
         lines.append(f"{m:<12}{r[m, 10]:>12.3f}{r[m, 10] / r['none', 10]:>8.2f}"

@@ -44,6 +44,10 @@ def test_equation_map():
     assert shown and shown[0] == f"<!-- equations -->\n{equations()}\n<!-- end -->"
 
 
+def test_nothing_is_left_to_fill_in():
+    assert not re.search(r"@\w+@", (ROOT / "README.md").read_text())
+
+
 def test_links_of_the_readme_lead_somewhere():
     text = (ROOT / "README.md").read_text()
     headings = {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-")

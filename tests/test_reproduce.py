@@ -1,9 +1,9 @@
 """The paper's tables: every cell has a command that starts, `run` finishes what is not finished,
 `collect` folds seeds rightly, and the README shows what it prints from results/."""
+import csv
 import json
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +17,7 @@ import data
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
-from scripts import reproduce, tables
+from scripts import collect, reproduce, tables
 
 ROOT = Path(__file__).parent.parent
 MAINS = {"train_fixmatch.py": train_fixmatch.main, "train_mixmatch.py": train_mixmatch.main,
@@ -28,28 +28,47 @@ def test_readme_shows_what_collect_prints(tmp_path):
     """Collected from the committed results alone; a table by hand, or an old one, would differ."""
     shutil.copytree(ROOT / "results", tmp_path / "results")
     shutil.copy(ROOT / "README.md", tmp_path)
-    reproduce.collect(tmp_path / "no runs", tmp_path / "results", tmp_path / "README.md")
+    collect.collect(tmp_path / "no runs", tmp_path / "results", tmp_path / "README.md")
     text = (tmp_path / "README.md").read_text()
     assert text == (ROOT / "README.md").read_text()
     for number in tables.TABLES:
-        assert len(reproduce.block(number).findall(text)) == 1, number
+        assert len(collect.block(number).findall(text)) == 1, number
     for path in (tmp_path / "results").glob("*.csv"):
         assert path.read_text() == (ROOT / "results" / path.name).read_text(), path.name
 
 
-def test_results_are_of_one_setting_and_complete():
-    """All of results/mini are of one protocol, and but for the recipe table of one recipe."""
-    names = {cell.name: cell for cells in tables.TABLES.values() for cell in cells}
-    for path in ROOT.glob("results/mini/*.json"):
-        result = json.loads(path.read_text())
-        name, _, seed = path.stem.rpartition("_s")
-        cell = names[name]
-        assert (result["base"], result["method"], result["dataset"], result["scale"]) == (
-            cell.base, cell.method, cell.dataset, "mini")
+SETTINGS = {"gamma 100": (100, 100, False), "gamma 150": (150, 150, False),
+            "gamma_u 1": (100, 1, False), "gamma_u 100 reversed": (100, 100, True)}
+
+
+def setting(result):
+    return result["gamma_l"], result["gamma_u"], result["reverse_u"]
+
+
+def test_results_are_what_their_names_say():
+    """One protocol for all of results/mini, one recipe but for the recipe table."""
+    paths = list(ROOT.glob("results/mini/*.json"))
+    assert len(paths) > 60
+    cells = [cell for cells in tables.TABLES.values() for cell in cells]
+    for path in paths:
+        result, (name, seed) = json.loads(path.read_text()), path.stem.rsplit("_s", 1)
         assert result["seed"] == int(seed)
-        assert result["evaluations"] == (8 if cell.method == "crest+" else 20)   # of a generation
-        assert result["recipe"] == ("official" if "official" in cell.flags else "paper")
-        assert result["iters"] == 2000 or cell.method == "crt"               # which has two stages
+        own = [cell for cell in cells if cell.name == name]
+        assert result["evaluations"] == (8 if own[0].method == "crest+" else 20)
+        assert result["iters"] == 2000 or own[0].method == "crt"             # has two stages
+        for cell in own:
+            assert (result["base"], result["method"], result["dataset"], result["scale"]) == (
+                cell.base, cell.method, cell.dataset, "mini")
+            assert result["recipe"] == ("official" if "official" in cell.flags else "paper")
+            if cell.base == "supervised":
+                assert result["gamma_l"] == SETTINGS[cell.column][0]
+            elif cell.column in SETTINGS:
+                assert setting(result) == SETTINGS[cell.column]
+            if cell.table == "4":
+                assert cell.column == f"CIFAR-10, beta {100 * result['beta']:.0f} %"
+            if cell.table == "7":
+                assert result["imbalance"] == "step"
+                assert setting(result) == SETTINGS[cell.column.removeprefix("step, ")]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -96,6 +115,8 @@ def test_a_command_starts(command, stand_ins, tmp_path, capsys):
     cell = training_commands("paper")[command]
     assert (result["base"], result["method"], result["dataset"]) == (
         cell.base, cell.method, cell.dataset)
+    if cell.table == "1" and cell.base != "supervised":
+        assert setting(result) == SETTINGS[cell.column]
 
 
 def test_every_cell_of_the_paper_has_a_command():
@@ -119,13 +140,20 @@ def test_darp_estimates_exactly_where_the_distributions_differ():
             assert "--darp_estimate" in cell.flags
 
 
-def test_list_is_one_command_a_line_with_its_hours(capsys):
-    reproduce.main(["list", "--table", "1", "6", "--scale", "paper", "--seeds", "0", "1"])
+def test_list_is_one_command_a_line_with_its_hours(tmp_path, capsys):
+    reproduce.main(["list", "--table", "1", "6", "--scale", "paper", "--seeds", "0", "1",
+                    "--runs", str(tmp_path)])
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(line.startswith("python ") and "  # about" in line for line in lines)
     assert len(lines) == 2 * (66 - 2 * 4) and f"{len(lines)} runs, 0 done" in last
     # labels alone know no gamma_u, so three columns share their runs
     assert sum("evaluate.py" in line for line in lines) == 2 * 5          # the methods of table 6
+    done = tmp_path / "paper/cifar10_mixmatch_none_gamma_l100_gamma_u100_s0/result.json"
+    done.parent.mkdir(parents=True)
+    done.write_text("{}")
+    reproduce.main(["list", "--table", "1", "--scale", "paper", "--runs", str(tmp_path)])
+    done_lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("# python")]
+    assert len(done_lines) == 1 and "mixmatch" in done_lines[0] and "  # done;" in done_lines[0]
 
 
 def test_hours_follow_the_papers_rate():
@@ -149,7 +177,7 @@ def small_cell(flags, **more):
 
 @pytest.fixture
 def two_cells(monkeypatch):
-    monkeypatch.setattr(reproduce, "TABLES", {
+    monkeypatch.setattr(tables, "TABLES", {
         "x": [small_cell(f"{SMALL} --iters 4", test="longtail"), small_cell(f"{SMALL} --iters 0")]})
 
 
@@ -172,21 +200,26 @@ def test_run_does_what_is_not_done_and_names_what_fails(two_cells, tmp_path, cap
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     """SIGTERM to `run`: the training below it saves and ends; the same command finishes it."""
-    flags = f"{SMALL} --iters 100000"
+    flags = f"{SMALL} --iters 400"
     code = ("import sys\nfrom scripts import reproduce, tables\n"
             "cell = tables.Cell('x', 'a', 'b', 'fixmatch', 'none', 'synthetic', "
-            f"{flags!r}, '1 / 2')\nreproduce.TABLES = {{'x': [cell]}}\n"
+            f"{flags!r}, '1 / 2')\ntables.TABLES = {{'x': [cell]}}\n"
             f"sys.exit(reproduce.main(['run', '--runs', {str(tmp_path)!r}]))\n")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
-                               text=True)
+    command = [sys.executable, "-c", code]
     run = Path(small_cell(flags).folder("mini", 0, tmp_path))
-    wait_until(lambda: (run / "log.csv").exists())
-    process.send_signal(signal.SIGTERM)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: (run / "log.csv").exists())
+    finally:
+        process.terminate()
     assert process.wait(60) == 1 and "goes on" in process.stdout.read()
     step = common.load_checkpoint(run)["step"]
-    assert 0 < step < 100_000
+    assert 0 < step < 400
     time.sleep(1)
     assert common.load_checkpoint(run)["step"] == step             # nothing trains on behind it
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0 and "1 of 1 runs to do" in again.stdout
+    assert json.loads((run / "result.json").read_text())["iters"] == 400
 
 
 def wait_until(condition):
@@ -204,7 +237,7 @@ def wait_until(condition):
 def test_collect_folds_seeds_and_says_not_run(monkeypatch, tmp_path):
     cells = [small_cell("--n1 9"), small_cell("--n1 8", column="c", paper="N/A"),
              small_cell("--n1 7", row="d"), small_cell("--n1 6", row="d", column="c")]
-    monkeypatch.setattr(reproduce, "TABLES", {"1": cells})
+    monkeypatch.setattr(tables, "TABLES", {"1": cells})
     for name, scale, bacc, gm in (("n19_s0", "mini", 40, 10), ("n19_s1", "mini", 44, 13),
                                   ("n17_s0", "mini", 30, 20), ("n19_s0", "paper", 80, 79)):
         folder = tmp_path / "runs" / scale / f"synthetic_fixmatch_none_{name}"
@@ -213,7 +246,7 @@ def test_collect_folds_seeds_and_says_not_run(monkeypatch, tmp_path):
     (tmp_path / "results").mkdir()
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- table 1 -->\n<!-- end -->\nafter\n<!-- end -->\n")
-    reproduce.collect(tmp_path / "runs", tmp_path / "results", readme)
+    collect.collect(tmp_path / "runs", tmp_path / "results", readme)
     # standard deviations: sqrt(2 * 2^2 / 1) = 2.8, sqrt(2 * 1.5^2 / 1) = 2.1
     assert readme.read_text() == """before
 <!-- table 1 -->
@@ -225,24 +258,47 @@ def test_collect_folds_seeds_and_says_not_run(monkeypatch, tmp_path):
 after
 <!-- end -->
 """
-    reproduce.collect(tmp_path / "runs", tmp_path / "results", readme)         # nothing piles up
+    collect.collect(tmp_path / "runs", tmp_path / "results", readme)         # nothing piles up
     assert readme.read_text().count("| a |") == 1
-    rows = (tmp_path / "results/table_1.csv").read_text().splitlines()
-    assert rows[1].split(",")[4] == "0 1" and ",42.00,11.50," in rows[1]
-    assert "not run,not run,not run" in rows[3]
+    rows = list(csv.DictReader(open(tmp_path / "results/table_1.csv")))
+    assert (rows[0]["seeds"], rows[0]["bacc"], rows[0]["gm_std"]) == ("0 1", "42.00", "2.12")
+    assert rows[2]["ours"] == "not run" and rows[2]["bacc"] == ""
+
+
+def test_imbalanced_test_sets_belong_to_the_checkpoint_they_were_made_with(monkeypatch, tmp_path):
+    cell = small_cell("--n1 9", test="longtail")
+    monkeypatch.setattr(tables, "TABLES", {"6": [cell]})
+    folder, results = Path(cell.folder("mini", 0, tmp_path)), tmp_path / "results"
+    folder.mkdir(parents=True)
+    judged = tables.test_file(folder, "longtail")
+
+    def shown():
+        collect.gather(tmp_path, results)
+        return collect.ours(cell, "mini", collect.read(results))
+    (folder / "result.json").write_text('{"bacc": 1, "gm": 2}')
+    (folder / "last.pt").touch()
+    assert shown() == ""
+    judged.write_text('{"a run": {"bacc": 40, "gm": 30, "acc": 50, "counts": {}}}')
+    assert shown() == "40.0 / 30.0 / 50.0 (1)"
+    judged.unlink()
+    assert shown() == "40.0 / 30.0 / 50.0 (1)"                     # results/ remembers
+    (folder / "result.json").write_text('{"bacc": 5, "gm": 6}')    # another run of that name
+    assert shown() == ""
 
 
 def test_what_a_recipe_is_worth_is_told_at_the_same_seeds():
     plain, other = tables.TABLES["recipe"][0], tables.TABLES["recipe"][2]
     found = {("mini", plain.name): {0: {"bacc": 40, "gm": 30}, 1: {"bacc": 90, "gm": 90}},
              ("mini", other.name): {0: {"bacc": 41.5, "gm": 28}}}
-    assert reproduce.ours(other, "mini", found) == "41.5 / 28.0 (1)<br>+1.5 / -2.0"
+    assert collect.ours(other, "mini", found) == "41.5 / 28.0 (1)<br>+1.5 / -2.0"
 
 
 def test_cost_is_relative_to_fixmatch_at_the_same_number_of_classes():
     cell = next(c for c in tables.TABLES["8"] if c.method == "darp" and c.flags == "100")
-    assert reproduce.ours(cell, "mini", {("bench", ""): {"none 10": 1, "none 100": 2,
-                                                         "darp 100": 2.5}}) == "1.25"
+    assert collect.ours(cell, "mini", {("bench", ""): {"none 10": 1, "none 100": 2,
+                                                       "darp 100": 2.5}}) == "1.25"
+    assert collect.text_of(cell, {("bench", ""): {"none 100": 2, "darp 100": 2.5}}) == (
+        "1.25<br>*2.61 (7.5 it/s)*")
     for paper in (c.paper for c in tables.TABLES["8"]):                # ratio (rate)
         ratio, rate = paper.removesuffix(" it/s)").split(" (")
         assert float(ratio) == pytest.approx(19.6 / float(rate), abs=0.006)

@@ -110,7 +110,8 @@ RUNS = {  # run folders: that of a small FixMatch run, damaged ones, one in use
     "reproduce": {"": "action", "sing": "action", "list --table 9": "--table", "list --scale huge":
                   "--scale", "list --seeds -1": "--seeds", "list --seeds": "--seeds",
                   "run --jobs 0": "--jobs", "run --jobs many": "--jobs",
-                  "collect --runs {here}/nothing": "--runs", "collect --runs {here}/file": "--runs"},
+                  "collect --runs {here}/nothing": "--runs", "collect --runs {here}/file":
+                  "--runs", "collect --seeds 1": "--seeds", "list --runs a$b": "--runs"},
 }
 CASES = [(command, f"{TINY}{flags}{'' if '--out' in flags else NEW}", word)
          for table in (FLAGS, FILES) for command in table for flags, word in table[command].items()]

@@ -1,0 +1,172 @@
+"""From finished runs to results/ and to the tables of README.md.
+
+`python -m scripts.reproduce collect` copies what finished runs say to results/<scale>/, one file a
+run, and writes from there: results/table_<N>.csv, and the Markdown between `<!-- table N -->` and
+`<!-- end -->` in the README. A clone without runs collects the same tables from results/ alone.
+"""
+import csv
+import io
+import json
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import common
+from scripts import tables
+from scripts.tables import BENCH, DOUBTS, SCALES, TEST_SETS, test_file
+
+ROOT = Path(__file__).parent.parent
+RUN = re.compile(r"(.+)_s(\d+)")                          # name and seed of a run folder
+
+
+def gather(runs, results):
+    """Copy what finished runs of the tables say to results/<scale>/."""
+    names = {cell.name for cells in tables.TABLES.values() for cell in cells}
+    for path in sorted(p for s in SCALES for p in Path(runs).glob(f"{s}/*/result.json")):
+        run = RUN.fullmatch(path.parent.name)
+        if run and run[1] in names:
+            target = results / path.parent.parent.name / f"{path.parent.name}.json"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            result = load(path)
+            result["tests"] = tests_of(path.parent) or tests_before(target, result)
+            common.write_json(target, result)
+    if (Path(runs) / BENCH).exists():
+        common.write_json(results / BENCH, load(Path(runs) / BENCH))
+
+
+def load(path):
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        raise common.UserError(f"{path} is damaged; delete it and run its command again") from None
+
+
+def tests_of(folder):
+    """{kind: numbers} on the imbalanced test sets, of the checkpoint that is there now."""
+    files = {kind: test_file(folder, kind) for kind in TEST_SETS.values()}
+    return {kind: next(iter(load(file).values())) for kind, file in files.items()
+            if file.exists() and file.stat().st_mtime_ns >= (folder / "last.pt").stat().st_mtime_ns}
+
+
+def tests_before(target, result):
+    """Those that results/ already has of this very run."""
+    old = load(target) if target.exists() else {}
+    same = all(old.get(key) == result[key] for key in ("bacc", "gm"))
+    return old.get("tests", {}) if same else {}
+
+
+def read(results):
+    """{(scale, name of the run): {seed: result}}, and the bench's seconds under ("bench", "")."""
+    found = defaultdict(dict)
+    for path in sorted(p for scale in SCALES for p in results.glob(f"{scale}/*.json")):
+        name, seed = RUN.fullmatch(path.stem).groups()
+        found[path.parent.name, name][int(seed)] = load(path)
+    if (results / BENCH).exists():
+        found["bench", ""] = load(results / BENCH)
+    return found
+
+
+def numbers(cell, scale, found):
+    """{seed: {"bacc": .., "gm": .., "acc": ..}} of a cell."""
+    by_seed = found.get((scale, cell.name), {})
+    if cell.test:
+        return {s: r["tests"][cell.test] for s, r in by_seed.items() if cell.test in r["tests"]}
+    return by_seed
+
+
+def folded(values, signed=False):
+    """46.5 ± 0.8, or 46.5 where there is one seed."""
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{'+' if signed else ''}.1f}{spread}"
+
+
+def ours(cell, scale, found):
+    """Mean ± standard deviation (number of seeds), "" if there is none."""
+    if cell.dataset == "bench":
+        return cost(cell, found) if scale == "mini" else ""              # it has one size
+    by_seed = numbers(cell, scale, found)
+    if not by_seed:
+        return ""
+    keys = ("bacc", "gm", "acc") if cell.test else ("bacc", "gm")
+    text = " / ".join(folded([r[key] for r in by_seed.values()]) for key in keys)
+    return f"{text} ({len(by_seed)})" + worth(cell, by_seed, scale, found)
+
+
+def cost(cell, found):
+    """Seconds relative to FixMatch with as many classes."""
+    seconds, key = found.get(("bench", ""), {}), f"{cell.method} {cell.flags}"
+    return f"{seconds[key] / seconds[f'none {cell.flags}']:.2f}" if key in seconds else ""
+
+
+def worth(cell, by_seed, scale, found):
+    """Of a recipe: how much it differs from the paper's at the same seeds."""
+    if cell.table != "recipe":
+        return ""
+    plain = next(c for c in tables.TABLES["recipe"] if c.column == cell.column)
+    base = numbers(plain, scale, found)
+    seeds = by_seed.keys() & base.keys()
+    if cell == plain or not seeds:
+        return ""
+    return "<br>" + " / ".join(folded([by_seed[s][key] - base[s][key] for s in seeds], signed=True)
+                               for key in ("bacc", "gm"))
+
+
+def text_of(cell, found):
+    """Ours in miniature, ours at full size if it was run, the paper's in italics."""
+    if not cell.runs:
+        return cell.paper
+    full = ours(cell, "paper", found)
+    parts = [ours(cell, "mini", found) or "not run", full and f"full size: {full}",
+             cell.paper and f"*{cell.paper}*"]
+    return "<br>".join(part for part in parts if part)
+
+
+def markdown(number, found):
+    """The table as it stands in the README; one part for each dataset."""
+    parts, cells = [], tables.TABLES[number]
+    for dataset in dict.fromkeys(cell.dataset for cell in cells):
+        part = [cell for cell in cells if cell.dataset == dataset]
+        columns = list(dict.fromkeys(cell.column for cell in part))
+        lines = ["| | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
+        for i in range(0, len(part), len(columns)):
+            row = part[i:i + len(columns)]
+            lines.append(f"| {row[0].row} | " + " | ".join(text_of(c, found) for c in row) + " |")
+        parts.append("\n".join(lines))
+    marks = sorted({m for cell in cells for m in re.findall(r"\((\w)\)", cell.paper)})
+    return "\n\n".join(parts + [f"({mark}) {DOUBTS[mark]}" for mark in marks])
+
+
+def as_csv(number, found):
+    keys = ("bacc", "gm", "acc")
+    out = io.StringIO(newline="")
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(["scale", "dataset", "base", "method", "row", "column", "command", "paper",
+                   "seeds", "ours", *keys, *(f"{key}_std" for key in keys)])
+    for scale, cell in ((s, c) for s in SCALES for c in tables.TABLES[number] if c.runs):
+        values = [[r[key] for r in numbers(cell, scale, found).values()] for key in keys]
+        command = cell.command(scale, "S").split(" --resume")[0]
+        judge = f" && python evaluate.py RUN --test {cell.test}" if cell.test else ""
+        rows.writerow([scale, cell.dataset, cell.base, cell.method, cell.row.strip("*`"),
+                       cell.column, command + judge, cell.paper,
+                       " ".join(map(str, numbers(cell, scale, found))),
+                       ours(cell, scale, found).replace("<br>", ", ") or "not run",
+                       *(f"{statistics.mean(v):.2f}" if v else "" for v in values),
+                       *(f"{statistics.stdev(v):.2f}" if len(v) > 1 else "" for v in values)])
+    return out.getvalue()
+
+
+def block(number):
+    return re.compile(rf"(<!-- table {number} -->\n).*?(<!-- end -->)", re.S)
+
+
+def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
+    gather(runs, results)
+    found, text = read(results), readme.read_text()
+    for number in tables.TABLES:
+        common.write(results / f"table_{number}.csv", as_csv(number, found).encode())
+        table = markdown(number, found)
+        text = block(number).sub(lambda old: f"{old[1]}{table}\n{old[2]}", text)
+    common.write(readme, text.encode())
+    count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
+    print(f"{count} runs in {results}; the tables of {readme} are theirs")
