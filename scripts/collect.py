@@ -30,6 +30,7 @@ def gather(runs, results):
             target.parent.mkdir(parents=True, exist_ok=True)
             result = load(path)
             result["tests"] = tests_of(path.parent) or tests_before(target, result)
+            result["last"] = last_evaluation(path.parent)
             common.write_json(target, result)
     if (Path(runs) / BENCH).exists():
         common.write_json(results / BENCH, load(Path(runs) / BENCH))
@@ -40,6 +41,13 @@ def load(path):
         return json.loads(path.read_text())
     except ValueError:
         raise common.UserError(f"{path} is damaged; delete it and run its command again") from None
+
+
+def last_evaluation(folder):
+    """bACC and GM at the end of the run, beside the mean of 20 evaluations that is reported."""
+    with open(folder / "log.csv") as file:
+        *_, row = csv.DictReader(file)
+    return {key: float(row[key]) for key in ("bacc", "gm")}
 
 
 def tests_of(folder):
@@ -142,9 +150,12 @@ def as_csv(number, found):
     out = io.StringIO(newline="")
     rows = csv.writer(out, lineterminator="\n")
     rows.writerow(["scale", "dataset", "base", "method", "row", "column", "command", "paper",
-                   "seeds", "ours", *keys, *(f"{key}_std" for key in keys)])
+                   "seeds", "ours", *keys, *(f"{key}_std" for key in keys),
+                   "last_bacc", "last_gm"])
     for scale, cell in ((s, c) for s in SCALES for c in tables.TABLES[number] if c.runs):
-        values = [[r[key] for r in numbers(cell, scale, found).values()] for key in keys]
+        results = numbers(cell, scale, found).values()
+        values = [[r[key] for r in results] for key in keys]
+        last = [[r["last"][key] for r in results if "last" in r] for key in keys[:2]]
         command = cell.command(scale, "S").split(" --resume")[0]
         judge = f" && python evaluate.py RUN --test {cell.test}" if cell.test else ""
         rows.writerow([scale, cell.dataset, cell.base, cell.method, cell.row.strip("*`"),
@@ -152,7 +163,8 @@ def as_csv(number, found):
                        " ".join(map(str, numbers(cell, scale, found))),
                        ours(cell, scale, found).replace("<br>", ", ") or "not run",
                        *(f"{statistics.mean(v):.2f}" if v else "" for v in values),
-                       *(f"{statistics.stdev(v):.2f}" if len(v) > 1 else "" for v in values)])
+                       *(f"{statistics.stdev(v):.2f}" if len(v) > 1 else "" for v in values),
+                       *(f"{statistics.mean(v):.2f}" if v else "" for v in last)])
     return out.getvalue()
 
 

@@ -243,6 +243,7 @@ def test_collect_folds_seeds_and_says_not_run(monkeypatch, tmp_path):
         folder = tmp_path / "runs" / scale / f"synthetic_fixmatch_none_{name}"
         folder.mkdir(parents=True)
         (folder / "result.json").write_text(json.dumps({"bacc": bacc, "gm": gm, "acc": 1}))
+        (folder / "log.csv").write_text(f"bacc,gm\n1,1\n{bacc + 2},{gm + 3}\n")
     (tmp_path / "results").mkdir()
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- table 1 -->\n<!-- end -->\nafter\n<!-- end -->\n")
@@ -262,6 +263,7 @@ after
     assert readme.read_text().count("| a |") == 1
     rows = list(csv.DictReader(open(tmp_path / "results/table_1.csv")))
     assert (rows[0]["seeds"], rows[0]["bacc"], rows[0]["gm_std"]) == ("0 1", "42.00", "2.12")
+    assert (rows[0]["last_bacc"], rows[0]["last_gm"]) == ("44.00", "14.50")
     assert rows[2]["ours"] == "not run" and rows[2]["bacc"] == ""
 
 
@@ -276,6 +278,7 @@ def test_imbalanced_test_sets_belong_to_the_checkpoint_they_were_made_with(monke
         collect.gather(tmp_path, results)
         return collect.ours(cell, "mini", collect.read(results))
     (folder / "result.json").write_text('{"bacc": 1, "gm": 2}')
+    (folder / "log.csv").write_text("bacc,gm\n1,2\n")
     (folder / "last.pt").touch()
     assert shown() == ""
     judged.write_text('{"a run": {"bacc": 40, "gm": 30, "acc": 50, "counts": {}}}')
