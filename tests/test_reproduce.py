@@ -200,7 +200,7 @@ def test_run_does_what_is_not_done_and_names_what_fails(two_cells, tmp_path, cap
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     """SIGTERM to `run`: the training below it saves and ends; the same command finishes it."""
-    flags = f"{SMALL} --iters 400"
+    flags = "--image_size 8 --batch_size 6 --eval_every 20 --iters 400"
     code = ("import sys\nfrom scripts import reproduce, tables\n"
             "cell = tables.Cell('x', 'a', 'b', 'fixmatch', 'none', 'synthetic', "
             f"{flags!r}, '1 / 2')\ntables.TABLES = {{'x': [cell]}}\n"
