@@ -242,7 +242,7 @@ def judge_on(folder, kind, gamma, seed):
 
 
 def print_imbalanced(folders, kind, gamma, seed, as_json):
-    from common import to_json
+    from run_folder import to_json
     judged = [judge_on(folder, kind, gamma, seed) for folder in folders]
     if as_json:
         return print(to_json({f: {"counts": counts} | m for f, counts, m in judged}))
@@ -254,15 +254,16 @@ def print_imbalanced(folders, kind, gamma, seed, as_json):
 
 def predict_pictures(folder, path, out):
     """Write file, label, probability of each picture at `path`, by the run's averaged network."""
-    import common
     import readers
+    import run_folder
+    import settings
     from augment import Normalise
     from finished import load_run
     run = load_run(folder)
     cfg = run.cfg
     if not hasattr(cfg, "facts"):
-        raise common.UserError(f"the run in {folder} does not know its class names, it was made by "
-                               f"an older version; train it again")
+        raise settings.UserError(f"the run in {folder} does not know its class names, it was made "
+                                 f"by an older version; train it again")
     files, images = readers.read_unknown(path, cfg.facts["size"])
     normalise = Normalise(cfg.facts["mean"], cfg.facts["std"])
     probability, label = scores(run.predict, images, normalise).softmax(1).max(1)
@@ -273,14 +274,15 @@ def predict_pictures(folder, path, out):
                    for file, k, p in zip(files, label.tolist(), probability.tolist()))
     if out is None:
         return print(text.getvalue(), end="")
-    common.write(Path(out), text.getvalue().encode())
+    run_folder.write(Path(out), text.getvalue().encode())
     print(f"{len(files)} predictions in {out}")
 
 
 def main(argv=None):
-    import common
     import finished
-    p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    import run_folder
+    import settings
+    p = settings.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("runs", nargs="+", help="run folders; seeds of one setting are folded into one column")
     add("--pseudo", action="store_true", help="also judge the pseudo-labels of the unlabeled set, "
@@ -289,8 +291,8 @@ def main(argv=None):
     add("--markdown", action="store_true", help="the table in Markdown")
     add("--test", choices=("longtail", "reversed", "random"),
         help="the last checkpoints on an imbalanced test set")
-    add("--gamma_t", type=common.number(float, 1), default=10, help="its imbalance (default: 10)")
-    add("--seed", type=common.number(int, 0), default=0,
+    add("--gamma_t", type=settings.number(float, 1), default=10, help="its imbalance (default: 10)")
+    add("--seed", type=settings.number(int, 0), default=0,
         help="which images are in it (default: 0)")
     add("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz file with "
         "images x: a label and its probability for each")
@@ -308,7 +310,7 @@ def main(argv=None):
     if args.csv:
         write_csv(args.csv, groups, part, names)
     if args.json:
-        print(common.to_json(as_dict(groups, part, names)))
+        print(run_folder.to_json(as_dict(groups, part, names)))
     else:
         print("\n".join(table(groups, part, names, args.markdown)))
     if args.pseudo and not (args.json or args.markdown):
@@ -316,6 +318,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from common import exit_cleanly
+    from settings import exit_cleanly
     from data import DataError
     exit_cleanly(main, DataError)

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import common
 import data
 import models
+import run_folder
+import settings
 from attractor import BiasAttractor
 from augment import Normalise
 from evaluate import count, mean, mean_of_last, metrics, pseudo_labels, scores, thirds
@@ -33,10 +34,10 @@ def load_data(name, data_dir, image_size):
 def load_run(folder, device="cpu"):
     """The Run of a folder that a training script wrote."""
     folder = Path(folder)
-    checkpoint = common.load_checkpoint(folder)
+    checkpoint = run_folder.load_checkpoint(folder)
     if checkpoint is None:
-        raise common.UserError(f"{folder} holds no run (there is no last.pt); name a folder that "
-                               f"a training script wrote")
+        raise settings.UserError(f"{folder} holds no run (there is no last.pt); name a folder that "
+                                 f"a training script wrote")
     cfg = SimpleNamespace(**LATER_FLAGS | checkpoint["config"])
     num_classes = len(checkpoint["ema"]["classifier.weight"])
     model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
@@ -49,8 +50,8 @@ def load_run(folder, device="cpu"):
     try:
         model.load_state_dict(checkpoint["ema"])
     except RuntimeError:                              # names or shapes
-        raise common.UserError(f"{folder}: the weights in its checkpoint do not fit its settings; "
-                               f"the run is damaged, train it again") from None
+        raise settings.UserError(f"{folder}: the weights in its checkpoint do not fit its flags; "
+                                 f"the run is damaged, train it again") from None
     model.to(device, memory_format=torch.channels_last).eval()
     attractor = load_attractor(cfg, checkpoint, num_classes, device)
     return Run(folder, cfg, checkpoint["history"], judged, model, predict, attractor, device)
@@ -129,8 +130,8 @@ class Run:
         index = self.split[1]
         index = index[self.dataset.labels[index] >= 0]
         if len(index) == 0:
-            raise common.UserError(f"the true labels of the unlabeled images of {self.folder} are "
-                                   f"not known, so nothing can be said of their pseudo-labels")
+            raise settings.UserError(f"the true labels of the unlabeled images of {self.folder} "
+                                     f"are not known, so nothing can be said of pseudo-labels")
         labels = torch.from_numpy(self.dataset.labels[index]).to(self.device)         # (U,)
         tau = getattr(self.cfg, "tau", 0)             # MixMatch has none: every guess counts
         return pseudo_labels(self.of_training(self.predict, index), labels, tau)
@@ -181,7 +182,7 @@ class Group:
 
 def grouped(runs):
     """Groups in the order of their first run. The same seed twice is not folded."""
-    free = set(common.FREE) - {"iters"} | {"seed"}
+    free = set(run_folder.FREE) - {"iters"} | {"seed"}
     groups = {}
     for run in runs:
         setting = tuple(sorted((k, str(float(v)) if type(v) is int else str(v))
@@ -196,6 +197,6 @@ def grouped(runs):
 def load_groups(folders):
     runs = [load_run(folder) for folder in folders]
     if len({tuple(run.dataset.names) for run in runs}) > 1:
-        raise common.UserError("the runs have different classes and cannot stand side by side; "
-                               "name those of one dataset at a time")
+        raise settings.UserError("the runs have different classes and cannot stand side by side; "
+                                 "name those of one dataset at a time")
     return grouped(runs)

@@ -23,6 +23,8 @@ import data
 import distributed
 import evaluate
 import models
+import run_folder
+import settings
 from attractor import BiasAttractor, adapt
 from augment import Normalise, strong, weak
 from bilevel import full_unroll, omega_gradient, remember
@@ -31,27 +33,27 @@ from distributed import average, average_, mine
 
 def flags(p):
     g = p.add_argument_group("FixMatch")
-    g.add_argument("--tau", type=common.number(float, 0, 1),
+    g.add_argument("--tau", type=settings.number(float, 0, 1),
                    help="confidence from which a pseudo-label counts *")
-    g.add_argument("--lambda_u", type=common.number(float, 0), default=1.0,
+    g.add_argument("--lambda_u", type=settings.number(float, 0), default=1.0,
                    help="weight of the unlabeled loss (default: 1)")
-    g.add_argument("--n_strong", type=common.number(int, 1, 16),
+    g.add_argument("--n_strong", type=settings.number(int, 1, 16),
                    help="strong views of each unlabeled image *")
-    g.add_argument("--ra_n", type=common.number(int, 0, 16), default=3,
+    g.add_argument("--ra_n", type=settings.number(int, 0, 16), default=3,
                    help="RandAugment: operations per image (default: 3)")
     g.add_argument("--ra_m", type=strength, metavar="M",
                    help="RandAugment: strength, 0 to 30, or `random`: drawn for each operation *")
 
 
 def strength(text):
-    return text if text == "random" else common.number(float, 0, 30)(text)
+    return text if text == "random" else settings.number(float, 0, 30)(text)
 
 
 def config(argv=None):
-    p = common.parser(__doc__, models.network)
-    common.l2ac_flags(p)
+    p = settings.parser(__doc__, models.network)
+    settings.l2ac_flags(p)
     flags(p)
-    return common.resolve(p.parse_args(argv), "fixmatch")
+    return settings.resolve(p.parse_args(argv), "fixmatch")
 
 
 def fixmatch_losses(logits, y_l, y_u, mask):
@@ -70,13 +72,13 @@ def fixmatch_losses(logits, y_l, y_u, mask):
 def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg = config(argv)
-    device = common.pick_device(cfg)
+    device = settings.pick_device(cfg)
     shard = distributed.start(device)
     dataset = distributed.in_turn(
         lambda: data.load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
     index_l, index_u = data.split(dataset, cfg)
     cfg.facts = dataset.facts                 # for prediction without the dataset
-    folder, checkpoint = common.open_run(cfg, schedule=False)
+    folder, checkpoint = run_folder.open_run(cfg, schedule=False)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")
@@ -110,12 +112,12 @@ def main(argv=None):
     tally = common.Tally(device)
     parts = {"model": model, "ema": ema.model, "attractor": attractor, "optimizer": optimizer,
              "omega_optimizer": omega_optimizer, "tally": tally}
-    start, seconds, history = common.restore(folder, checkpoint, parts, cfg)
+    start, seconds, history = run_folder.restore(folder, checkpoint, parts, cfg)
 
     def save(step):
         watch.check(step, model, ema.model, attractor)        # a checkpoint is always a good one
-        common.save_checkpoint(folder, parts, step=step, seconds=progress.seconds, history=history,
-                               config=vars(cfg))
+        run_folder.save_checkpoint(folder, parts, step=step, seconds=progress.seconds,
+                                   history=history, config=vars(cfg))
 
     # ------------------------------------------------------------------------------- both levels
     def view(x, purpose, step):
@@ -234,7 +236,7 @@ def main(argv=None):
             if due:                 # a last row off the grid is dropped if the run is made longer
                 tally.reset()
             save(done)
-            common.write_log(folder, history)
+            run_folder.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
         elif stop:
@@ -244,10 +246,10 @@ def main(argv=None):
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 
-    common.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
-                  progress.seconds, device)
+    run_folder.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
+                      progress.seconds, device)
 
 
 if __name__ == "__main__":
     common.interrupt.listen()
-    common.exit_cleanly(main, data.DataError)
+    settings.exit_cleanly(main, data.DataError)

@@ -22,6 +22,8 @@ import data
 import distributed
 import evaluate
 import models
+import run_folder
+import settings
 from attractor import BiasAttractor, adapt
 from augment import Normalise, weak
 from bilevel import full_unroll, omega_gradient, remember
@@ -30,19 +32,19 @@ from distributed import average, average_, gather, mine
 
 def flags(p):
     g = p.add_argument_group("MixMatch")
-    g.add_argument("--temperature", type=common.number(float, 0.1), default=0.5,
+    g.add_argument("--temperature", type=settings.number(float, 0.1), default=0.5,
                    help="of the sharpening; 1 leaves the guess as it is (default: 0.5)")
-    g.add_argument("--mix_alpha", type=common.number(float, 0.01), default=0.75,
+    g.add_argument("--mix_alpha", type=settings.number(float, 0.01), default=0.75,
                    help="mixup coefficient from Beta(alpha, alpha) (default: 0.75)")
-    g.add_argument("--lambda_u", type=common.number(float, 0), default=75.0,
+    g.add_argument("--lambda_u", type=settings.number(float, 0), default=75.0,
                    help="weight of the unlabeled loss at the end of the run (default: 75)")
 
 
 def config(argv=None):
-    p = common.parser(__doc__, models.network)
-    common.l2ac_flags(p)
+    p = settings.parser(__doc__, models.network)
+    settings.l2ac_flags(p)
     flags(p)
-    return common.resolve(p.parse_args(argv), "mixmatch")
+    return settings.resolve(p.parse_args(argv), "mixmatch")
 
 
 def sharpen(p, temperature):
@@ -83,13 +85,13 @@ def mixmatch_losses(logits, q, labeled):
 def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg = config(argv)
-    device = common.pick_device(cfg)
+    device = settings.pick_device(cfg)
     shard = distributed.start(device)
     dataset = distributed.in_turn(
         lambda: data.load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
     index_l, index_u = data.split(dataset, cfg)
     cfg.facts = dataset.facts                 # for prediction without the dataset
-    folder, checkpoint = common.open_run(cfg)
+    folder, checkpoint = run_folder.open_run(cfg)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")
@@ -123,12 +125,12 @@ def main(argv=None):
     tally = common.Tally(device)
     parts = {"model": model, "ema": ema.model, "attractor": attractor, "optimizer": optimizer,
              "omega_optimizer": omega_optimizer, "tally": tally}
-    start, seconds, history = common.restore(folder, checkpoint, parts, cfg)
+    start, seconds, history = run_folder.restore(folder, checkpoint, parts, cfg)
 
     def save(step):
         watch.check(step, model, ema.model, attractor)        # a checkpoint is always a good one
-        common.save_checkpoint(folder, parts, step=step, seconds=progress.seconds, history=history,
-                               config=vars(cfg))
+        run_folder.save_checkpoint(folder, parts, step=step, seconds=progress.seconds,
+                                   history=history, config=vars(cfg))
 
     # ------------------------------------------------------------------------------- both levels
     def view(x, purpose, step):
@@ -254,7 +256,7 @@ def main(argv=None):
             if due:                 # a last row off the grid is dropped if the run is made longer
                 tally.reset()
             save(done)
-            common.write_log(folder, history)
+            run_folder.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
         elif stop:
@@ -264,10 +266,10 @@ def main(argv=None):
             print(f"\nstopped after iteration {done}; the same command with --resume goes on")
             return 130
 
-    common.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
-                  progress.seconds, device)
+    run_folder.finish(cfg, folder, evaluate.mean_of_last(history), min(20, len(history)),
+                      progress.seconds, device)
 
 
 if __name__ == "__main__":
     common.interrupt.listen()
-    common.exit_cleanly(main, data.DataError)
+    settings.exit_cleanly(main, data.DataError)

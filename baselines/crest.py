@@ -16,9 +16,9 @@ Both steps assume that the unlabeled set is distributed like the labeled one.
 import numpy as np
 import torch
 
-import common
 import data
 import models
+import settings
 from baselines import Method
 
 
@@ -55,7 +55,7 @@ class CReST(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("CReST").add_argument
-        add("--crest_generations", type=common.number(int, 1, 1000), default=5,
+        add("--crest_generations", type=settings.number(int, 1, 1000), default=5,
             help="equal parts of the run (default: 5)")
         add("--crest_anyway", action="store_true",
             help="go on although gamma_l and gamma_u differ")
@@ -64,13 +64,13 @@ class CReST(Method):
     def check(cfg):
         known = cfg.gamma_u is not None
         if known and not data.matched(cfg) and not cfg.crest_anyway:
-            raise common.UserError(
+            raise settings.UserError(
                 f"--method {cfg.method} assumes that labeled and unlabeled images are distributed "
                 f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l, or add "
                 f"--crest_anyway")
         if cfg.crest_generations > cfg.iters:
-            raise common.UserError(f"--crest_generations {cfg.crest_generations} are more than "
-                                   f"--iters {cfg.iters}; a generation needs an iteration")
+            raise settings.UserError(f"--crest_generations {cfg.crest_generations} are more than "
+                                     f"--iters {cfg.iters}; a generation needs an iteration")
 
     def __init__(self, run):
         super().__init__(run)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import common
 import data
 import models
+import settings
 from augment import weak
 from baselines import Method, rows_of
 
@@ -132,13 +132,13 @@ class DARP(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("DARP").add_argument
-        add("--darp_warm", type=common.number(float, 0, 1), default=0.4,
+        add("--darp_warm", type=settings.number(float, 0, 1), default=0.4,
             help="share of the run before labels are refined (default: 0.4)")
-        add("--darp_period", type=common.number(int, 1), help="iterations between refinements "
+        add("--darp_period", type=settings.number(int, 1), help="iterations between refinements "
             "(default: 10 on cifar10 and synthetic, else 100)")
-        add("--darp_outer", type=common.number(int, 1), help="rows-columns alternations of one "
+        add("--darp_outer", type=settings.number(int, 1), help="rows-columns alternations of one "
             "(default: 10 on cifar10 and synthetic, else 20)")
-        add("--darp_delta", type=common.number(float, 1), default=2.0,
+        add("--darp_delta", type=settings.number(float, 1), default=2.0,
             help="rows kept per class, in units of its due number (default: 2)")
         add("--darp_estimate", action="store_true", help="estimate the unlabeled distribution "
             "instead of taking the labeled one")

@@ -14,8 +14,8 @@ T_d depends on whether gamma_l = gamma_u: a hidden use of that knowledge.
 import torch
 import torch.nn.functional as F
 
-import common
 import data
+import settings
 from baselines import Method
 from distributed import mine
 
@@ -42,9 +42,9 @@ class DASO(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("DASO").add_argument
-        add("--daso_td", type=common.number(float, 0.01), help="T_d (default: 1.5 on cifar10 and "
+        add("--daso_td", type=settings.number(float, 0.01), help="T_d (default: 1.5 on cifar10 and "
             "synthetic where gamma_l = gamma_u, else 0.3)")
-        add("--daso_start", type=common.number(float, 0, 1), default=0.02,
+        add("--daso_start", type=settings.number(float, 0, 1), default=0.02,
             help="share of the run before blending starts (default: 0.02)")
 
     @staticmethod

@@ -13,7 +13,7 @@ Counting raw predictions, not refined ones, keeps v from feeding on itself.
 """
 import torch
 
-import common
+import settings
 from baselines import Method, rows_of
 from baselines.supervised import effective_number_weights
 
@@ -29,7 +29,7 @@ class SaR(Method):
     @staticmethod
     def flags(p):
         p.add_argument_group("SaR").add_argument(
-            "--sar_start", type=common.number(float, 0, 1), default=0.0,
+            "--sar_start", type=settings.number(float, 0, 1), default=0.0,
             help="share of the run during which v stays 1 (default: 0)")
 
     def __init__(self, run):

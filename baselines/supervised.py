@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import common
 import data
 import distributed
+import settings
 from baselines import Method
 
 
@@ -40,8 +40,8 @@ class UpperBound(Method):
         super().__init__(run)
         everything = np.union1d(run.index_l, run.index_u)
         if (run.dataset.labels[everything] < 0).any():
-            raise common.UserError("--method upper_bound needs the true labels of the unlabeled "
-                                   "images, and this dataset has none; choose another --method")
+            raise settings.UserError("--method upper_bound needs the true labels of the unlabeled "
+                                     "images, and this dataset has none; choose another --method")
         self.stream = data.IndexStream(everything, run.cfg.batch_size, run.cfg.seed, "labeled")
         run.dataset.read_ahead(self.stream)
 
@@ -126,7 +126,7 @@ class CRT(Method):
 
     @staticmethod
     def flags(p):
-        p.add_argument("--crt_iters", type=common.number(int, 1), help="iterations of the second "
+        p.add_argument("--crt_iters", type=settings.number(int, 1), help="iterations of the second "
                        "stage, after the --iters of the first (default: 20 x eval_every)")
 
     @staticmethod

@@ -20,6 +20,8 @@ import data
 import distributed
 import evaluate
 import models
+import run_folder
+import settings
 import train_fixmatch
 import train_mixmatch
 from augment import Normalise, strong, weak
@@ -39,9 +41,9 @@ METHODS = {"supervised": SUPERVISED, "pseudolabel": {"none": Method},
 
 def pseudolabel_flags(p):
     g = p.add_argument_group("pseudo-labels")
-    g.add_argument("--tau", type=common.number(float, 0, 1),
+    g.add_argument("--tau", type=settings.number(float, 0, 1),
                    help="confidence from which a pseudo-label counts *")
-    g.add_argument("--lambda_u", type=common.number(float, 0), default=1.0,
+    g.add_argument("--lambda_u", type=settings.number(float, 0), default=1.0,
                    help="weight of the unlabeled loss after its ramp (default: 1)")
 
 
@@ -51,7 +53,7 @@ BASE_FLAGS = {"supervised": lambda p: None, "pseudolabel": pseudolabel_flags,
 
 def config(argv=None):
     """The flags depend on base and method, so these two are read first."""
-    p = common.parser(__doc__, models.network)
+    p = settings.parser(__doc__, models.network)
     add = p.add_argument_group("baselines").add_argument
     add("--base", choices=tuple(METHODS), default="fixmatch", help="(default: fixmatch)")
     add("--method", default="none",
@@ -64,7 +66,7 @@ def config(argv=None):
     method = METHODS[chosen.base][chosen.method]
     BASE_FLAGS[chosen.base](p)
     method.flags(p)
-    cfg = common.resolve(p.parse_args(argv), chosen.base)
+    cfg = settings.resolve(p.parse_args(argv), chosen.base)
     method.check(cfg)
     return cfg, method
 
@@ -72,7 +74,7 @@ def config(argv=None):
 def main(argv=None):
     # ------------------------------------------------------------------------------- setup, data
     cfg, method_class = config(argv)
-    device = common.pick_device(cfg)
+    device = settings.pick_device(cfg)
     shard = distributed.start(device)
     dataset = distributed.in_turn(
         lambda: data.load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
@@ -103,16 +105,16 @@ def main(argv=None):
         optimizer=optimizer, features=features)).to(device)
 
     # ------------------------------------------------------------------------------------ resume
-    folder, checkpoint = common.open_run(cfg)
+    folder, checkpoint = run_folder.open_run(cfg)
     tally = common.Tally(device)
     parts = {"model": model, "ema": ema.model, "optimizer": optimizer, "tally": tally,
              "method": method}
-    start, seconds, history = common.restore(folder, checkpoint, parts, cfg)
+    start, seconds, history = run_folder.restore(folder, checkpoint, parts, cfg)
 
     def save(step):
         watch.check(step, model, ema.model, method)           # a checkpoint is always a good one
-        common.save_checkpoint(folder, parts, step=step, seconds=progress.seconds, history=history,
-                               config=vars(cfg))
+        run_folder.save_checkpoint(folder, parts, step=step, seconds=progress.seconds,
+                                   history=history, config=vars(cfg))
 
     # -------------------------------------------------------------------------------------- loop
     def view(x, purpose, step):
@@ -224,7 +226,7 @@ def main(argv=None):
             tally.reset()
             method.after_epoch(done)
             save(done)
-            common.write_log(folder, history)
+            run_folder.write_log(folder, history)
             progress.row(history[-1])
             progress.begin()
         elif stop:
@@ -235,9 +237,9 @@ def main(argv=None):
             return 130
 
     last = method.judged(history, cfg)
-    common.finish(cfg, folder, evaluate.mean_of_last(last), len(last), progress.seconds, device)
+    run_folder.finish(cfg, folder, evaluate.mean_of_last(last), len(last), progress.seconds, device)
 
 
 if __name__ == "__main__":
     common.interrupt.listen()
-    common.exit_cleanly(main, data.DataError)
+    settings.exit_cleanly(main, data.DataError)

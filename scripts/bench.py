@@ -35,6 +35,7 @@ import augment
 import common
 import data
 import models
+import settings
 import train_fixmatch
 from baselines import darp
 from baselines import train as baselines
@@ -226,13 +227,13 @@ def rivals_table(args, r):
 
 
 def main(argv=None):
-    p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = settings.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("--model", type=models.network, default="wrn-28-2")
-    p.add_argument("--batch_size", type=common.number(int, 2), default=64)
-    p.add_argument("--image_size", type=common.number(int, 8, 1024), default=32)
-    p.add_argument("--rounds", type=common.number(int, 1), default=3,
+    p.add_argument("--batch_size", type=settings.number(int, 2), default=64)
+    p.add_argument("--image_size", type=settings.number(int, 8, 1024), default=32)
+    p.add_argument("--rounds", type=settings.number(int, 1), default=3,
                    help="turns of all candidates")
-    p.add_argument("--iters", type=common.number(int, 1), default=2, help="iterations in a turn")
+    p.add_argument("--iters", type=settings.number(int, 1), default=2, help="iterations in a turn")
     p.add_argument("--rivals", action="store_true",
                    help="all methods on FixMatch, for 10 and for 100 classes")
     p.add_argument("--json", action="store_true")
@@ -267,4 +268,4 @@ def table(args, r):
 
 
 if __name__ == "__main__":
-    common.exit_cleanly(main)
+    settings.exit_cleanly(main)

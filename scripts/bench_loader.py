@@ -6,6 +6,7 @@
 Each folder is trained on by train_fixmatch.py (L2AC, two strong views) in a process of its own,
 with nothing held in memory. Waiting: the share of an iteration spent in collecting pictures.
 """
+import argparse
 import json
 import os
 import statistics
@@ -21,6 +22,7 @@ from PIL import Image
 import common
 import models
 import readers
+import settings
 import train_fixmatch
 
 
@@ -80,15 +82,15 @@ def measure(args, count, scratch):
 
 
 def main(argv=None):
-    p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("--counts", type=common.number(int, 100), nargs="+", default=[2000, 20000])
-    p.add_argument("--side", type=common.number(int, 8), default=64, help="of a picture on file")
+    p = settings.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("--counts", type=settings.number(int, 100), nargs="+", default=[2000, 20000])
+    p.add_argument("--side", type=settings.number(int, 8), default=64, help="of a picture on file")
     p.add_argument("--model", type=models.network, default="wrn-16-2")
-    p.add_argument("--batch_size", type=common.number(int, 2), default=64)
-    p.add_argument("--image_size", type=common.number(int, 8, 1024), default=32)
-    p.add_argument("--iters", type=common.number(int, 3), default=15)
+    p.add_argument("--batch_size", type=settings.number(int, 2), default=64)
+    p.add_argument("--image_size", type=settings.number(int, 8, 1024), default=32)
+    p.add_argument("--iters", type=settings.number(int, 3), default=15)
     p.add_argument("--json", action="store_true")
-    p.add_argument("--worker", nargs=2, help=common.argparse.SUPPRESS)
+    p.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.worker:
         return train(args, *args.worker)
@@ -106,4 +108,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    common.exit_cleanly(main, readers.DataError)
+    settings.exit_cleanly(main, readers.DataError)

@@ -12,9 +12,10 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-import common
+import run_folder
 from scripts import tables
 from scripts.tables import BENCH, DOUBTS, SCALES, TEST_SETS, test_file
+from settings import UserError
 
 ROOT = Path(__file__).parent.parent
 RUN = re.compile(r"(.+)_s(\d+)")                          # name and seed of a run folder
@@ -31,16 +32,16 @@ def gather(runs, results):
             result = load(path)
             result["tests"] = tests_of(path.parent) or tests_before(target, result)
             result["last"] = last_evaluation(path.parent)
-            common.write_json(target, result)
+            run_folder.write_json(target, result)
     if (Path(runs) / BENCH).exists():
-        common.write_json(results / BENCH, load(Path(runs) / BENCH))
+        run_folder.write_json(results / BENCH, load(Path(runs) / BENCH))
 
 
 def load(path):
     try:
         return json.loads(path.read_text())
     except ValueError:
-        raise common.UserError(f"{path} is damaged; delete it and run its command again") from None
+        raise UserError(f"{path} is damaged; delete it and run its command again") from None
 
 
 def last_evaluation(folder):
@@ -176,9 +177,9 @@ def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
     gather(runs, results)
     found, text = read(results), readme.read_text()
     for number in tables.TABLES:
-        common.write(results / f"table_{number}.csv", as_csv(number, found).encode())
+        run_folder.write(results / f"table_{number}.csv", as_csv(number, found).encode())
         table = markdown(number, found)
         text = block(number).sub(lambda old: f"{old[1]}{table}\n{old[2]}", text)
-    common.write(readme, text.encode())
+    run_folder.write(readme, text.encode())
     count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
     print(f"{count} runs in {results}; the tables of {readme} are theirs")

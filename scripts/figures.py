@@ -14,15 +14,14 @@ import torch
 from PIL import Image
 
 import augment
-import common
 import data
 import evaluate
 import finished
-from common import UserError
 from scripts.drawing import (
     STYLE, WIDTH, apart, bars, by_setting, class_colours, heat, is_bound, labeled_counts, levels,
     looks, name_classes, names_of, outlined, panels, place_legend, plt, say, setting_of)
 from scripts.training_figures import attractor, bias, curves, losses, skew, with_attractor
+from settings import Parser, UserError, exit_cleanly
 
 
 # ---------------------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ def save(figure, path):
 
 
 def main(argv=None):
-    p = common.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("runs", nargs="+", help="run folders")
     p.add_argument("--out", required=True, help="folder for the pictures")
     p.add_argument("--format", choices=("png", "pdf", "svg"), default="png")
@@ -289,4 +288,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    common.exit_cleanly(main, data.DataError)
+    exit_cleanly(main, data.DataError)

@@ -4,10 +4,10 @@ Drawn by scripts/figures.py, which holds the command line and the other figures.
 """
 import numpy as np
 
-from common import UserError
 from evaluate import bias_added
 from scripts.drawing import (apart, class_colours, course, heat, labeled_counts, looks, names_of,
                              panels, say)
+from settings import UserError
 
 # ---------------------------------------------------------------------------------------------
 # training

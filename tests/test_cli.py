@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-import common
 import data
 import evaluate
+import settings
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
@@ -25,7 +24,7 @@ TINY = "--image_size 8 --batch_size 6 --eval_every 2 --iters 4 --threads 1 --dev
 def run(main, argv, capsys):
     """(exit code, stderr) of a script called with argv."""
     with pytest.raises(SystemExit) as end:
-        common.exit_cleanly(lambda: main(argv), data.DataError)
+        settings.exit_cleanly(lambda: main(argv), data.DataError)
     return end.value.code, capsys.readouterr().err
 
 
@@ -107,7 +106,8 @@ def test_import_graph():
     """Imports point one way: the nouns import no sibling (evaluate does, but only as a script;
     finished puts them together)."""
     siblings = {p.stem for p in ROOT.glob("*.py")}
-    allowed = {"bilevel": {"attractor"}, "data": {"readers"}, "common": {"distributed"},
+    allowed = {"bilevel": {"attractor"}, "data": {"readers"}, "settings": {"distributed"},
+               "run_folder": {"distributed", "settings"}, "common": {"distributed", "settings"},
                "finished": siblings}
     for name in siblings - {n for n in siblings if n.startswith("train_")}:
         tree = ast.parse((ROOT / f"{name}.py").read_text())

@@ -7,6 +7,8 @@ import torch
 
 import common
 import models
+import run_folder
+import settings
 import train_fixmatch
 
 
@@ -39,10 +41,10 @@ def test_a_flag_wins_over_every_table():
 
 
 def test_every_line_of_the_recipe_table_is_a_flag_of_its_own():
-    parser = common.parser("", str)
-    common.l2ac_flags(parser)
+    parser = settings.parser("", str)
+    settings.l2ac_flags(parser)
     flags = {option for action in parser._actions for option in action.option_strings}
-    assert {f"--{key}" for table in common.RECIPES.values() for key in table} <= flags
+    assert {f"--{key}" for table in settings.RECIPES.values() for key in table} <= flags
 
 
 def test_help_names_every_default_table(capsys):
@@ -50,7 +52,7 @@ def test_help_names_every_default_table(capsys):
         config("--help")
     text = capsys.readouterr().out
     assert end.value.code == 0
-    for table in (common.PROTOCOL, common.MINI, *common.DATASETS.values()):
+    for table in (settings.PROTOCOL, settings.MINI, *settings.DATASETS.values()):
         assert all(f"{key} {value}" in text for key, value in table.items())
 
 
@@ -59,7 +61,7 @@ def test_help_names_every_default_table(capsys):
     (float, 0, math.inf, "inf"), (float, 0, math.inf, "-1"), (int, 0, 5, "x"), (float, 0, 1, "")])
 def test_numbers_that_are_refused(kind, low, high, text):
     with pytest.raises((ValueError, argparse.ArgumentTypeError)):
-        common.number(kind, low, high)(text)
+        settings.number(kind, low, high)(text)
 
 
 def test_ema_has_its_closed_form_and_covers_bn_statistics():
@@ -85,43 +87,43 @@ def checkpoint(step):
 
 def test_checkpoint_round_trip_and_the_one_before(tmp_path, capsys):
     for step in (1, 2):
-        common.save_checkpoint(tmp_path, {}, **checkpoint(step))
-    assert common.load_checkpoint(tmp_path)["step"] == 2
+        run_folder.save_checkpoint(tmp_path, {}, **checkpoint(step))
+    assert run_folder.load_checkpoint(tmp_path)["step"] == 2
     whole = (tmp_path / "last.pt").read_bytes()
     for damaged in (whole[:100], b"", b"junk"):
         (tmp_path / "last.pt").write_bytes(damaged)
-        assert common.load_checkpoint(tmp_path)["step"] == 1
+        assert run_folder.load_checkpoint(tmp_path)["step"] == 1
         assert "last.pt cannot be used" in capsys.readouterr().err
     torch.save({"weights": 3}, tmp_path / "last.pt")          # readable, but not ours
-    assert common.load_checkpoint(tmp_path)["step"] == 1
+    assert run_folder.load_checkpoint(tmp_path)["step"] == 1
     (tmp_path / "prev.pt").write_bytes(b"")
-    with pytest.raises(common.UserError, match="has to start again"):
-        common.load_checkpoint(tmp_path)
+    with pytest.raises(settings.UserError, match="has to start again"):
+        run_folder.load_checkpoint(tmp_path)
 
 
 def test_watch_stops_at_a_loss_that_is_not_finite():
     watch = common.Watch()
     watch.see(0, torch.tensor([1.0, 2.0]))
-    with pytest.raises(common.UserError, match=r"iteration 1 is not finite .\[1.0, nan\]"):
+    with pytest.raises(settings.UserError, match=r"iteration 1 is not finite .\[1.0, nan\]"):
         watch.see(1, torch.tensor([1.0, math.nan]))
 
 
 def test_watch_on_a_device_that_is_not_waited_for():
     watch = common.Watch()
     watch.seen = {s: torch.tensor([float("inf") if s == 7 else 1.0]) for s in range(5, 10)}
-    with pytest.raises(common.UserError, match="iteration 7"):
+    with pytest.raises(settings.UserError, match="iteration 7"):
         watch.look()
 
 
 def test_watch_refuses_weights_that_are_not_finite():
     watch, module = common.Watch(), torch.nn.Linear(2, 2)
     module.weight.data[0, 0] = math.nan
-    with pytest.raises(common.UserError, match="weights are not finite after iteration 3"):
+    with pytest.raises(settings.UserError, match="weights are not finite after iteration 3"):
         watch.check(3, module)
 
 
 def test_log_is_cut_back_to_the_history(tmp_path):
     rows = [{"iter": i, "bacc": i / 3} for i in range(1, 4)]
-    common.write_log(tmp_path, rows)
-    common.write_log(tmp_path, rows[:2])
+    run_folder.write_log(tmp_path, rows)
+    run_folder.write_log(tmp_path, rows[:2])
     assert (tmp_path / "log.csv").read_text() == "iter,bacc\n1,0.333333\n2,0.666667\n"

@@ -11,10 +11,10 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix
 
 import baselines.train
-import common
 import data
 import evaluate
 import finished
+import settings
 import train_fixmatch
 from scripts import drawing, figures, training_figures
 from scripts.drawing import plt
@@ -234,7 +234,7 @@ def test_no_true_labels(tmp_path, capsys):
     assert all("true labels" in said[name] for name in said.keys() - {"recall"})
     assert {p.stem for p in (tmp_path / "out").iterdir()} == {"distribution", "recall", "views",
                                                              "attractor"}
-    with pytest.raises(common.UserError, match="true labels"):
+    with pytest.raises(settings.UserError, match="true labels"):
         evaluate.main([str(tmp_path / "run"), "--pseudo"])
 
 

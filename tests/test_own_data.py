@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-import common
 import data
 import evaluate
 import finished
 import readers
+import settings
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
@@ -236,7 +236,7 @@ def test_beta_takes_the_place_of_counts(capsys):
     cfg = train_fixmatch.config("--dataset cifar10 --beta 0.1 --gamma_u 100".split())
     assert (cfg.n1, cfg.m1, cfg.beta, cfg.gamma_l) == (None, None, 0.1, 100)
     assert cfg.out.endswith("_gl100_gu100_beta0.1_s0")
-    with pytest.raises(common.UserError, match="--beta"):
+    with pytest.raises(settings.UserError, match="--beta"):
         train_fixmatch.config("--dataset cifar10 --beta 0.1 --n1 30".split())
 
 

@@ -14,6 +14,8 @@ import torch
 
 import common
 import data
+import run_folder
+import settings
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines_train
@@ -26,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 def answer(out, flags, capsys):
     """(exit code, stderr) of a run that ends in an error."""
     with pytest.raises(SystemExit) as end:
-        common.exit_cleanly(lambda: train(out, flags), data.DataError)
+        settings.exit_cleanly(lambda: train(out, flags), data.DataError)
     return end.value.code, capsys.readouterr().err
 
 
@@ -132,7 +134,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(tmp_path, caps
 def test_a_folder_in_use_is_left_alone_until_its_process_dies(tmp_path_factory, capsys):
     tmp_path = tmp_path_factory.mktemp("run")
     train(tmp_path)
-    common.lock(tmp_path_factory.mktemp("other"))     # a process has one run at a time: let go
+    run_folder.lock(tmp_path_factory.mktemp("other"))     # a process has one run at a time: let go
     before = files(tmp_path)
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, os, sys, time\n"

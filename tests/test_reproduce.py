@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import common
 import data
+import run_folder
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
@@ -213,10 +213,10 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     finally:
         process.terminate()
     assert process.wait(60) == 1 and "goes on" in process.stdout.read()
-    step = common.load_checkpoint(run)["step"]
+    step = run_folder.load_checkpoint(run)["step"]
     assert 0 < step < 400
     time.sleep(1)
-    assert common.load_checkpoint(run)["step"] == step             # nothing trains on behind it
+    assert run_folder.load_checkpoint(run)["step"] == step             # nothing trains on behind it
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0 and "1 of 1 runs to do" in again.stdout
     assert json.loads((run / "result.json").read_text())["iters"] == 400

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import augment
 import common
 import data
+import settings
 import train_fixmatch
 import train_mixmatch
 from attractor import BiasAttractor, adapt
@@ -54,7 +55,7 @@ def test_sharpen_at_the_lowest_temperature_that_the_flag_allows():
     """p^10 of probabilities about 1/1000 must not fall below the smallest float32."""
     p = torch.full((1, 1000), 0.001)
     torch.testing.assert_close(train_mixmatch.sharpen(p, 0.1), p)
-    with pytest.raises(common.UserError, match="--temperature"):
+    with pytest.raises(settings.UserError, match="--temperature"):
         train_mixmatch.config(["--temperature", "0.09"])
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import common
 import data
 import evaluate
+import run_folder
+import settings
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
@@ -126,7 +127,7 @@ def here(tmp_path_factory):
     make_datasets(folder)
     (folder / "file").write_text("not a folder")
     train_fixmatch.main([*TINY.split(), "--out", str(folder / "run")])
-    common.lock(folder / "elsewhere")                        # let go of the run's folder
+    run_folder.lock(folder / "elsewhere")                        # let go of the run's folder
     state = torch.load(folder / "run/last.pt", weights_only=True)
     weights = {k: v[..., :1] for k, v in state["model"].items()}
     for name, content in {
@@ -179,7 +180,8 @@ def test_wrong_input(here, command, flags, word, capsys, monkeypatch):
     monkeypatch.chdir(here)                                  # a default folder would show up too
     before = disk(here)
     with pytest.raises(SystemExit) as end:
-        common.exit_cleanly(lambda: MAINS[command](flags.format(here=here).split()), data.DataError)
+        settings.exit_cleanly(lambda: MAINS[command](flags.format(here=here).split()),
+                              data.DataError)
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
     assert word.format(here=here) in err, err
@@ -193,13 +195,13 @@ def test_how_many():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there(capsys):
     with pytest.raises(SystemExit) as end:
-        common.exit_cleanly(lambda: train_fixmatch.main(["--device", "cuda"]))
+        settings.exit_cleanly(lambda: train_fixmatch.main(["--device", "cuda"]))
     assert end.value.code == 2 and "--device cuda" in capsys.readouterr().err
 
 
 def test_a_batch_that_processes_cannot_share(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit) as end:
-        common.exit_cleanly(lambda: train_fixmatch.main(["--batch_size", "6"]))
+        settings.exit_cleanly(lambda: train_fixmatch.main(["--batch_size", "6"]))
     err = capsys.readouterr().err
     assert end.value.code == 2 and "--batch_size 6" in err and "4 processes" in err

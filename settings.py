@@ -1,0 +1,250 @@
+"""What a run is told: flags, the defaults that depend on dataset, scale and recipe, the device, and
+how a program ends when it was told something wrong.
+"""
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import distributed
+
+# ---------------------------------------------------------------------------------------------
+# defaults: later tables win over earlier ones, a flag on the command line wins over all
+
+PROTOCOL = dict(  # the paper's, for all datasets; where it is silent, its released code's
+    model="wrn-28-2", image_size=32, iters=250_000, batch_size=64, lr=2e-3, weight_decay=0.02,
+    ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2, eta=1e-4, hidden=256, tau=0.95,
+    ra_m=4.0)
+DATASETS = {  # an own dataset (any other name): taken as it is
+    "synthetic": dict(n1=500, m1=500, gamma_l=100, gamma_u=1, attractor_input="softmax"),
+    "cifar10": dict(n1=1500, m1=3000, gamma_l=100, gamma_u=1, attractor_input="softmax"),
+    "cifar100": dict(n1=150, m1=300, gamma_l=10, gamma_u=10, attractor_input="l2"),
+    "stl10": dict(n1=450, gamma_l=10, attractor_input="softmax"),     # its own unlabeled images
+    # 300 epochs, once through both sets each. The random crop that the paper makes of a picture is
+    # augment.py's, of the whole picture squeezed to 224 px. BatchNorm is torchvision's.
+    "sun397": dict(ratio=2, model="resnet34", image_size=224, batch_size=128, batch_size_u=256,
+                   iters=69_300, eval_every=231, ema=0.99, bn_momentum=0.1, tau=0.6,
+                   ra_m="random", attractor_input="l2"),
+    "own .npz": dict(image_size=None, attractor_input="softmax"),
+    "own folder": dict(image_size=32, attractor_input="softmax"),
+}
+MINI = dict(  # the same protocol on one CPU core in minutes
+    model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=50,
+    n_strong=1)
+MINI_SYNTHETIC = dict(iters=1500, batch_size=32, eval_every=15)
+RECIPES = {  # what the paper's text says, what its released code does
+    "paper": dict(omega_every=1, omega_order="after", inner="adam", pseudo_from="linear",
+                  pool="disjoint", split="random", wrn_quirk=False, decay_bn=False),
+    "official": dict(omega_every=10, omega_order="before", inner="adam", attractor_input="l2",
+                     pseudo_from="auto", pool="union", split="first", wrn_quirk=True,
+                     decay_bn=True),
+}
+
+
+def resolve(args, base):
+    """Fill the flags that were not given: protocol < dataset < scale < recipe < command line.
+
+    Only flags that the script has: the tables also speak of those of other scripts.
+    """
+    if args.scale is None:
+        args.scale = "mini" if args.dataset == "synthetic" else "paper"
+    own = "own folder" if Path(args.dataset).is_dir() else "own .npz"
+    table = PROTOCOL | DATASETS.get(args.dataset, DATASETS[own])
+    if args.scale == "mini":
+        table |= MINI | (MINI_SYNTHETIC if args.dataset == "synthetic" else {})
+    table |= RECIPES[args.recipe]
+    if base == "mixmatch":
+        table |= dict(pool="disjoint")               # in the released protocol too
+    counts = [key for key in ("n1", "m1", "gamma_l", "gamma_u", "beta") if getattr(args, key)]
+    if counts:
+        table.pop("ratio", None)                     # classes get counts instead
+    if args.beta is not None:
+        if args.n1 or args.m1:
+            raise UserError("--beta sets --n1 and --m1; leave these out, or --beta")
+        table |= dict(n1=None, m1=None)
+    for key in table.keys() & vars(args).keys():
+        if getattr(args, key) is None:
+            setattr(args, key, table[key])
+    args.batch_size_u = args.batch_size_u or args.batch_size
+    if args.compile and args.method == "full_unroll":
+        raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
+                        "differentiate twice")
+    for key in ("batch_size", "batch_size_u"):
+        if getattr(args, key) % distributed.size():
+            raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by the "
+                            f"{distributed.size()} processes; choose a multiple of their number")
+    args.base, args.out = base, args.out or default_out(args, base)
+    return args
+
+
+# ---------------------------------------------------------------------------------------------
+# flags
+
+
+class UserError(Exception):
+    """One sentence for the user; ends the program with exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one sentence instead of the usage text and a sentence."""
+
+    def error(self, message):
+        raise UserError(f"{message}; see --help")
+
+
+def number(kind, low, high=math.inf):
+    """An argparse type: int or float within [low, high]."""
+    def parse(text):
+        value = kind(text)
+        if not low <= value <= high or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        return value
+    parse.__name__ = kind.__name__          # argparse names it when the text is no number at all
+    return parse
+
+
+def parser(doc, network):
+    """The flags that all training scripts share; the script adds those of its methods.
+
+    network: the argparse type of --model.
+    """
+    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+               allow_abbrev=False, usage="%(prog)s [--flag value ...]", epilog=describe_defaults())
+    whole, real, switch = number(int, 1), number(float, 0), argparse.BooleanOptionalAction
+
+    add = p.add_argument_group("data").add_argument
+    add("--dataset", default="synthetic", metavar="NAME",
+        help="synthetic (default, no download), cifar10, cifar100, stl10, sun397, or a path to an "
+        ".npz file or to a folder (train/<class>/*, test/<class>/*, optional unlabeled/*)")
+    add("--data_dir", default="data", help="where datasets lie (default: data)")
+    add("--gamma_l", type=number(float, 1), help="N_1 / N_K of the labeled set *")
+    add("--gamma_u", type=number(float, 1), help="M_1 / M_K of the unlabeled set *")
+    add("--reverse_u", action="store_true", help="unlabeled set: rarest class first")
+    add("--imbalance", choices=("long", "step"), default="long",
+        help="long tail (default), or half of the classes rare")
+    add("--n1", type=whole, help="labeled images of the first class *")
+    add("--m1", type=whole, help="unlabeled images of the first class *")
+    add("--beta", type=number(float, 0, 1), help="label-ratio study: n1 is this fraction of the "
+        "first class, m1 the rest; counts are rounded half up, to at least 1")
+    add("--ratio", type=number(float, 0), help="M_k / N_k: every class keeps its size and is "
+        "divided alike, in place of n1, m1 and the gammas *")
+    add("--split", choices=("random", "first"),
+        help="images drawn by seed, or the first of each class **")
+    add("--pool", choices=("disjoint", "union"),
+        help="union: the unlabeled set holds the labeled images too **")
+
+    add("--recipe", choices=tuple(RECIPES), default="paper",
+        help="the paper's text (default) or its released code: sets the flags marked **")
+
+    add = p.add_argument_group("optimisation").add_argument
+    add("--iters", type=whole, help="updates of theta and phi *")
+    add("--batch_size", type=number(int, 2), help="labeled and balanced images each *")
+    add("--batch_size_u", type=number(int, 2), help="unlabeled images (default: batch_size) *")
+    add("--lr", type=real, help="learning rate of theta's and phi's Adam *")
+    add("--weight_decay", type=real, help="weights shrink by lr times this after each step *")
+    add("--ema", type=number(float, 0, 1), help="decay of the averaged weights *")
+    add("--bn_momentum", type=number(float, 0, 1), help="BatchNorm's momentum *")
+    add("--decay_bn", action=switch, help="weight decay on BatchNorm's running statistics too **")
+
+    add = p.add_argument_group("network").add_argument
+    add("--model", type=network, help="wrn-d-w, as in wrn-28-2, or resnet34 *")
+    add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
+    add("--image_size", type=number(int, 8, 1024), help="images are resized to a square of this "
+        "many pixels; None: they stay as they are *")
+
+    add = p.add_argument_group("system").add_argument
+    add("--scale", choices=("paper", "mini"), help="the paper's protocol, or the same shrunk for "
+        "one CPU core (default: paper; mini for synthetic)")
+    add("--eval_every", type=whole, help="iterations between evaluations *")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="bfloat16: autocast of the network passes on CUDA (default: float32)")
+    add("--compile", action="store_true", help="torch.compile the network")
+    add("--threads", type=number(int, 0, 1024), default=0, help="of the CPU (0: torch decides)")
+    add("--seed", type=number(int, 0, 2**31), default=0,
+        help="split, batches, augmentation, initial weights (default: 0)")
+    add("--out", help="run folder (runs/<dataset>_<base>_<method>_gl<..>_gu<..>_s<seed>)")
+    add("--resume", action="store_true", help="continue the run in --out; start if there is none")
+    add("--overwrite", action="store_true", help="replace the run in --out")
+    return p
+
+
+def l2ac_flags(p):
+    whole, real = number(int, 1), number(float, 0)
+    add = p.add_argument_group("L2AC").add_argument
+    add("--method", choices=("l2ac", "none", "attractor", "single_level", "full_unroll"),
+        default="l2ac", help="l2ac (default); none: the plain base method; attractor: theta, phi, "
+        "omega trained jointly on L; single_level: jointly on L + L_bal; full_unroll: omega "
+        "through a step of the whole network")
+    add("--omega_every", type=whole, help="iterations between omega steps **")
+    add("--omega_order", choices=("after", "before"), help="after: theta, phi move first "
+        "(Algorithm 1); before: omega first, judged on a virtual step of phi **")
+    add("--inner", choices=("adam", "sgd"), help="the update that omega is judged through **")
+    add("--attractor_input", choices=("softmax", "l2"), help="how its input is scaled * **")
+    add("--pseudo_from", choices=("linear", "adaptive", "auto"), help="who makes pseudo-labels: "
+        "the linear classifier, the adaptive one, or the latter iff gamma_l = gamma_u **")
+    add("--eta", type=real, help="learning rate of omega's Adam; where omega is trained jointly "
+        "(attractor, single_level) it has --lr *")
+    add("--hidden", type=whole, help="width of the attractor *")
+
+
+def describe_defaults():
+    def line(name, table):
+        return f"  {name}: " + ", ".join(f"{k} {v}" for k, v in table.items())
+    lines = ["* default by dataset and scale, later lines win:", line("all", PROTOCOL)]
+    lines += [line(name, table) for name, table in DATASETS.items()]
+    lines += [line("--scale mini", MINI), line("--scale mini, synthetic", MINI_SYNTHETIC)]
+    lines += ["** default by recipe:"] + [line(f"--recipe {r}", t) for r, t in RECIPES.items()]
+    return "\n".join(lines)
+
+
+def default_out(args, base):
+    dataset = Path(args.dataset).resolve().stem
+    gammas = [f"{g:g}" if g else "own" for g in (args.gamma_l, args.gamma_u)]
+    reverse = "rev" if args.reverse_u else ""
+    study = "_step" if args.imbalance == "step" else ""
+    study += f"_beta{args.beta:g}" if args.beta is not None else ""
+    return (f"runs/{dataset}_{base}_{args.method}_gl{gammas[0]}_gu{gammas[1]}{reverse}{study}"
+            f"_s{args.seed}")
+
+
+def pick_device(args):
+    """The torch.device; also sets the number of CPU threads."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    name = args.device
+    if name == "auto":
+        name = next((d for d in ("cuda", "mps") if available[d]), "cpu")
+    elif not available.get(name, True):
+        raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")
+    if args.dtype == "bfloat16" and name != "cuda":
+        raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
+    args.device, args.threads = name, torch.get_num_threads()        # resolved, for config.json
+    several = name == "cuda" and distributed.size() > 1
+    return torch.device(name, int(os.environ["LOCAL_RANK"]) if several else None)
+
+
+def exit_cleanly(main, *expected):
+    """Run a script's main: expected errors become one sentence on stderr and exit code 2."""
+    try:
+        status = main()
+        distributed.stop()
+        sys.exit(status)
+    except BrokenPipeError:                          # `... | head` closed our output
+        sys.exit(1)
+    except (UserError, *expected) as error:
+        if distributed.rank():                       # all processes met it, the first one tells
+            sys.exit(2)
+        sentence = str(error)
+    except distributed.LostProcess as error:
+        sentence = str(error)
+    except torch.OutOfMemoryError:
+        sentence = "the device has too little memory; lower --batch_size or take a smaller --model"
+    except OSError as error:                         # disk full, no permission, ...
+        sentence = f"{error.strerror} ({error.filename}); what was saved before is intact"
+    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+    sys.exit(2)
