@@ -71,6 +71,17 @@ def test_results_are_what_their_names_say():
                 assert setting(result) == SETTINGS[cell.column.removeprefix("step, ")]
 
 
+def test_the_miniature_tables_are_filled():
+    """What is claimed of them: all methods once, L2AC and its bases at three seeds, ablation too."""
+    found = collect.read(ROOT / "results")
+    for cell in (c for n in "14567" for c in tables.TABLES[n] if c.runs and c.dataset == "cifar10"):
+        three = cell.table == "5" or (cell.table in "16" and cell.base != "supervised"
+                                      and cell.method in ("none", "l2ac"))
+        assert set(collect.numbers(cell, "mini", found)) >= (set(range(3)) if three else {0}), cell
+    for cell in (c for c in tables.TABLES["recipe"] if c.runs):
+        assert 0 in collect.numbers(cell, "mini", found), cell
+
+
 # ---------------------------------------------------------------------------------------------
 # the commands
 
