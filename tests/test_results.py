@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GROUPS = defaultdict(list)
-for path in sorted([*ROOT.glob("results/synthetic/*.json"), *ROOT.glob("results/extra/*.json")]):
-    result = json.loads(path.read_text())
-    key = (path.parent.name, *(result.get(k) for k in ("base", "gamma_u", "reverse_u", "method",
-                                                       "imbalance", "beta")))
-    GROUPS[key].append(result)
+FOLDERS = ("synthetic", "extra", "long", "lambda_u")
+GROUPS = defaultdict(list)                               # (folder, name without seed): results
+for path in sorted(p for f in FOLDERS for p in ROOT.glob(f"results/{f}/*.json")):
+    GROUPS[path.parent.name, path.stem.rsplit("_s", 1)[0]].append(json.loads(path.read_text()))
 
 
 def cell(results):
@@ -32,7 +30,7 @@ def test_readme_shows_what_was_measured(key):
 
 
 def test_results_are_of_one_setting_and_of_different_seeds():
-    assert len(GROUPS) >= 8
+    assert {folder for folder, _ in GROUPS} == set(FOLDERS)
     for results in GROUPS.values():
         assert len({r["seed"] for r in results}) == len(results)
     for folder in {key[0] for key in GROUPS}:
