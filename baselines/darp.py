@@ -107,7 +107,7 @@ def estimate(run, epochs=10):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
     steps, trusted = max(epochs, round(0.16 * cfg.iters)), []
     new = np.setdiff1d(run.index_u, run.index_l)             # --pool union: labeled ones are known
-    print(f"\nDARP: {steps:,} iterations of a classifier that estimates the class counts", flush=True)
+    print(f"\nDARP: {steps:,} iterations of a classifier that estimates class counts", flush=True)
     for step in range(steps):
         if step in (int(0.8 * steps), int(0.9 * steps)):
             optimizer.param_groups[0]["lr"] /= 10

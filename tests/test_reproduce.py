@@ -72,7 +72,7 @@ def test_results_are_what_their_names_say():
 
 
 def test_the_miniature_tables_are_filled():
-    """What is claimed of them: all methods once, L2AC and its bases at three seeds, ablation too."""
+    """As claimed: all methods once, L2AC and its bases at three seeds, the ablation too."""
     found = collect.read(ROOT / "results")
     for cell in (c for n in "14567" for c in tables.TABLES[n] if c.runs and c.dataset == "cifar10"):
         three = cell.table == "5" or (cell.table in "16" and cell.base != "supervised"
