@@ -318,6 +318,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from settings import exit_cleanly
     from data import DataError
+    from settings import exit_cleanly
     exit_cleanly(main, DataError)

@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(tmp_path, caps
 def test_a_folder_in_use_is_left_alone_until_its_process_dies(tmp_path_factory, capsys):
     tmp_path = tmp_path_factory.mktemp("run")
     train(tmp_path)
-    run_folder.lock(tmp_path_factory.mktemp("other"))     # a process has one run at a time: let go
+    run_folder.lock(tmp_path_factory.mktemp("other"))  # a process has one run at a time: let go
     before = files(tmp_path)
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, os, sys, time\n"

@@ -127,7 +127,7 @@ def here(tmp_path_factory):
     make_datasets(folder)
     (folder / "file").write_text("not a folder")
     train_fixmatch.main([*TINY.split(), "--out", str(folder / "run")])
-    run_folder.lock(folder / "elsewhere")                        # let go of the run's folder
+    run_folder.lock(folder / "elsewhere")                    # let go of the run's folder
     state = torch.load(folder / "run/last.pt", weights_only=True)
     weights = {k: v[..., :1] for k, v in state["model"].items()}
     for name, content in {
