@@ -11,32 +11,32 @@ classifier predicts.
 
 No optimizers, no unrolling.
 """
+from collections import OrderedDict
+
 import torch.nn.functional as F
 from torch import nn
 
 
-class BiasAttractor(nn.Module):
+class BiasAttractor(nn.Sequential):
+    """Delta f_omega, (N, K) -> (N, K). Give it detached logits: l^ = l + attractor(l.detach()).
+
+    Detached, because the attractor reads the prediction, but theta and phi must not be trained
+    through what it reads. That is also why the omega step is cheap: l^ depends on phi through the
+    identity path alone.
+    The input is scaled (softmax for 10 classes, L2 norm for 100 and more, by the paper), so that
+    its size does not drift while the logits grow.
+    """
 
     def __init__(self, num_classes, hidden=256, norm="softmax"):
-        super().__init__()
-        self.norm = norm
-        self.mlp = nn.Sequential(nn.Linear(num_classes, hidden), nn.ReLU(),
-                                 nn.Linear(hidden, num_classes))
-        for layer in (self.mlp[0], self.mlp[2]):
+        super().__init__(OrderedDict(
+            norm=nn.Softmax(-1) if norm == "softmax" else L2Norm(),
+            hidden=nn.Linear(num_classes, hidden), relu=nn.ReLU(),
+            out=nn.Linear(hidden, num_classes)))
+        for layer in (self.hidden, self.out):
             nn.init.xavier_normal_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, logits):
-        """Delta f_omega, (N, K) -> (N, K).
 
-        The input is scaled (softmax for 10 classes, L2 norm for 100 and more, by the paper), so
-        that its size does not drift while the logits grow. It is detached: the attractor reads the
-        prediction, but theta and phi cannot be trained through what it reads. That is also why
-        the omega step is cheap: l^ depends on phi through the identity path alone.
-        """
-        logits = logits.detach()
-        return self.mlp(logits.softmax(-1) if self.norm == "softmax" else F.normalize(logits))
-
-
-def adapt(logits, attractor):
-    return logits + attractor(logits)                                          # Eq. 2, (N, K)
+class L2Norm(nn.Module):
+    def forward(self, x):
+        return F.normalize(x)

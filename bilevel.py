@@ -21,8 +21,8 @@ The chain rule is then  dL_bal/domega = d/domega <g(omega), C> = d/domega sum_i 
 with u_i = C_W z_i + C_b: one backward pass through N x K numbers and the small MLP. It holds for
 every lower loss that is a function of the logits l^ and every update rule of phi.
 
-Where the rows of L and the balanced batch are spread over several processes, L and L_bal are means
-over processes, hence so are g, C and the answer: `average` takes these means, all else is local.
+Where the rows of L and the balanced batch are spread over several ranks, L and L_bal are means over
+ranks, hence so are g, C and the result: `mean_over_ranks` takes these means, all else is local.
 
 No backbone pass, no data, no BatchNorm, no optimizer step on theta and phi.
 """
@@ -30,9 +30,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.func import functional_call
-
-from attractor import adapt
 
 
 class InnerStep(NamedTuple):
@@ -41,77 +38,81 @@ class InnerStep(NamedTuple):
     m: torch.Tensor        # Adam's moments before the step (zeros at the first one)
     v: torch.Tensor
     t: int                 # number of this step, from 1
-    group: dict            # the optimizer's lr, betas, eps
+    lr: float              # the optimizer's settings for this step
+    betas: tuple
+    eps: float
     kind: str              # "adam": the update Adam really makes; "sgd": Eq. 4 to the letter
 
 
 def remember(params, optimizer, t, kind="adam"):
     """An InnerStep of each parameter, copied from the optimizer before it steps."""
-    steps = []
+    group, steps = optimizer.param_groups[0], []
+    if group["weight_decay"] or group["amsgrad"]:
+        raise ValueError("bilevel.update is Adam without weight_decay and amsgrad; the omega step "
+                         "would be differentiated through another update than the optimizer's")
     for p in params:
         state = optimizer.state.get(p, {})
         m, v = (state[key].clone() if key in state else torch.zeros_like(p)
                 for key in ("exp_avg", "exp_avg_sq"))
-        steps.append(InnerStep(p.detach().clone(), m, v, t, optimizer.param_groups[0], kind))
+        steps.append(InnerStep(p.detach().clone(), m, v, t, group["lr"], group["betas"],
+                               group["eps"], kind))
     return steps
 
 
 def update(s, g):
     """The parameter after one step with gradient g, as a differentiable function of g.  Eq. 4"""
-    lr, (beta1, beta2) = s.group["lr"], s.group["betas"]
     if s.kind == "sgd":
-        return s.param - lr * g
+        return s.param - s.lr * g
+    beta1, beta2 = s.betas
     m = beta1 * s.m + (1 - beta1) * g
     v = beta2 * s.v + (1 - beta2) * g * g
     m_hat, v_hat = m / (1 - beta1 ** s.t), v / (1 - beta2 ** s.t)
     # sqrt has an infinite slope at 0, where a gradient of exactly 0 at the first step puts it
-    return s.param - lr * m_hat / (v_hat.clamp_min(1e-30).sqrt() + s.group["eps"])
+    return s.param - s.lr * m_hat / (v_hat.clamp_min(1e-30).sqrt() + s.eps)
 
 
 def balanced_loss(z_b, y_b, weight, bias):
     return F.cross_entropy(F.linear(z_b, weight, bias), y_b)                   # Eq. 5
 
 
-def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b, average=list):
+def omega_step(attractor, optimizer, *args):
+    """Move omega by the gradient of L_bal; arguments of omega_gradient. (L_bal, gradient norm)"""
+    loss_bal, gradient = omega_gradient(attractor, *args)
+    for p, g in zip(attractor.parameters(), gradient):
+        p.grad = g
+    optimizer.step()                                                           # Eq. 6
+    return loss_bal, torch.nn.utils.get_total_norm(gradient)
+
+
+def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b, mean_over_ranks=list):
     """(L_bal, [dL_bal/domega]) from first derivatives.
 
-    lower_loss  function of l^ (N, K) -> scalar, the loss L of Eq. 3
+    lower_loss  function of l^ (N, K) -> (L, ...), where L is the scalar loss of Eq. 3
     logits, z   (N, K), (N, D) of the rows of L;   z_b, y_b  (M, D), (M,) of the balanced batch
     inner       InnerSteps of W (K, D) and b (K,)
-    average     tensors -> their means over processes (distributed.average)
+    mean_over_ranks   tensors -> their means (`list` leaves those of a single rank as they are)
     """
-    l_hat = adapt(logits.detach(), attractor)                                  # (N, K)
-    r, = torch.autograd.grad(lower_loss(l_hat), l_hat, create_graph=True)      # (N, K) dL/dl^
-    z, rows = z.detach(), r.detach()
-    g = [t.requires_grad_() for t in average([rows.T @ z, rows.sum(0)])]       # (K, D), (K,)
+    logits, z = logits.detach(), z.detach()
+    l_hat = logits + attractor(logits)                                         # Eq. 2, (N, K)
+    loss, *_ = lower_loss(l_hat)
+    r, = torch.autograd.grad(loss, l_hat, create_graph=True)                   # (N, K) dL/dl^
+    rows = r.detach()
+    g = mean_over_ranks([rows.T @ z, rows.sum(0)])                             # (K, D), (K,) Eq. 3
+    for part in g:
+        part.requires_grad_()
     loss_bal = balanced_loss(z_b, y_b, *map(update, inner, g))                 # Eq. 4, 5
-    c_weight, c_bias = average(torch.autograd.grad(loss_bal, g))               # (K, D), (K,)
+    c_weight, c_bias = mean_over_ranks(torch.autograd.grad(loss_bal, g))       # (K, D), (K,)
     u = z @ c_weight.T + c_bias                                                # (N, K)
-    gradient = torch.autograd.grad((r * u).sum(), list(attractor.parameters()))  # Eq. 6
-    return loss_bal.detach(), average(gradient)
+    gradient = torch.autograd.grad((r * u).sum(), list(attractor.parameters()))
+    return loss_bal.detach(), mean_over_ranks(gradient)
 
 
 def reference_gradient(attractor, lower_loss, z, inner, z_b, y_b):
-    """The same by differentiating twice: slower, and the definition in five lines."""
+    """The same by differentiating twice: slower, and the definition in seven lines."""
     weight, bias = (s.param.clone().requires_grad_() for s in inner)
-    l_hat = adapt(F.linear(z.detach(), weight, bias), attractor)               # Eq. 2
-    g = torch.autograd.grad(lower_loss(l_hat), (weight, bias), create_graph=True)
+    logits = F.linear(z.detach(), weight, bias)
+    l_hat = logits + attractor(logits.detach())                                # Eq. 2
+    loss, *_ = lower_loss(l_hat)
+    g = torch.autograd.grad(loss, (weight, bias), create_graph=True)           # Eq. 3
     loss_bal = balanced_loss(z_b, y_b, *map(update, inner, g))                 # Eq. 4, 5
     return loss_bal.detach(), torch.autograd.grad(loss_bal, list(attractor.parameters()))
-
-
-def full_unroll(model, attractor, lower_loss, logits, inner, x_b, y_b, average=list):
-    """What bi-level code usually does: the step of *every* parameter depends on omega.
-
-    `logits` (N, K) come with the graph of the whole network; it is differentiated twice. Returns
-    L_bal, dL_bal/domega and the lower gradients (of this process's rows), so that the caller can
-    step without a second backward pass. The paper's cost table calls this "L2AC (traditional)".
-    """
-    names, params = zip(*model.named_parameters())
-    own = torch.autograd.grad(lower_loss(adapt(logits, attractor)), params, create_graph=True)
-    g = [t.requires_grad_() for t in average([t.detach() for t in own])]
-    moved = dict(zip(names, map(update, inner, g)))                            # Eq. 4 for theta too
-    loss_bal = F.cross_entropy(functional_call(model, moved, (x_b,)), y_b)     # Eq. 5
-    c = average(torch.autograd.grad(loss_bal, g))
-    gradient = torch.autograd.grad(own, list(attractor.parameters()), c)       # Eq. 6
-    return loss_bal.detach(), average(gradient), [t.detach() for t in own]

@@ -3,9 +3,9 @@
 A dataset is one uint8 tensor of images that stays on the device, or files that are decoded ahead
 of their use (readers.Pictures); a split is two arrays of indices into it (labeled, unlabeled); a
 stream turns a step number into a batch of indices. Nothing here keeps a position: every draw is a
-function of (seed, purpose, step), so a resumed run and every process of a distributed run see the
-same batches.
-No files (readers.py), no augmentation (augment.py), no networks, no losses, no torch.distributed.
+function of (seed, purpose, step), so a resumed run and every rank of a distributed run draw the
+same global batches. A rank keeps its slice.
+No files (support/readers.py), no augmentation (support/augment.py), no networks, no losses.
 """
 import zlib
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import readers
-from readers import DataError
+from support import UserError, readers
+from support.distributed import rank0_first
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
 STL10 = "airplane bird car cat deer dog horse monkey ship truck".split()
 # Head and tail are pairs of look-alikes (disk and ring, square and frame, ...): what a biased
 # classifier does to a rare class is to call it by the name of its common twin.
 SHAPES = "disk square cross bars triangle diamond stripes saltire frame ring".split()
-FACTS = {  # class names (None: the archive tells), mean and standard deviation per channel
+BUILT_IN = {  # class names (None: the archive tells), mean and standard deviation per channel
     "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
     "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "cifar100": (None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
@@ -58,7 +58,7 @@ class Dataset:
         return len(self.names)
 
     @property
-    def facts(self):
+    def info(self):
         """What one has to know to use a trained network without the dataset."""
         return {"names": self.names, "mean": self.mean, "std": self.std,
                 "size": tuple(self.images.shape[2:])}
@@ -77,22 +77,25 @@ class Dataset:
                 for a in (index, labels))
         return self.images[i if torch.is_tensor(self.images) else index], y
 
-    def read_ahead(self, *streams, part=lambda index: index):
-        """Have the next batch of each stream decoded while the present one is in use.
-
-        part: which indices of a batch this process takes.
-        """
+    def read_ahead(self, *streams):
+        """Have the next batch of each stream decoded while the present one is in use."""
         if not torch.is_tensor(self.images):
             for stream in streams:
-                stream.expect = lambda index: self.images.expect(part(index))
+                stream.expect = self.images.expect
+
+
+def prepare(cfg, device):
+    """The dataset on the device, and the indices of its labeled and of its unlabeled images."""
+    dataset = rank0_first(lambda: load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
+    return dataset, *split(dataset, cfg)
 
 
 def load(name, data_dir="data", image_size=None):
-    """One of FACTS (an .npz in data_dir, else torchvision's reader), a path.npz or a folder."""
+    """One of BUILT_IN (an .npz in data_dir, else torchvision's reader), a path.npz or a folder."""
     archive = Path(data_dir) / f"{name}.npz"
     if name == "synthetic":
         arrays = synthetic(image_size or 16)
-    elif name in FACTS:
+    elif name in BUILT_IN:
         arrays = (readers.read_npz(archive) if archive.exists()
                   else readers.read_archive(name, data_dir))
     elif name.endswith(".npz"):
@@ -100,27 +103,27 @@ def load(name, data_dir="data", image_size=None):
     elif Path(name).is_dir():
         arrays = readers.read_folder(name)
     else:
-        raise DataError(f"--dataset {name}: not known; choose {', '.join(FACTS)} or a path to an "
+        raise UserError(f"--dataset {name}: not known; choose {', '.join(BUILT_IN)} or a path to an "
                         f".npz file or to a folder of pictures")
     if "x_test" not in arrays:
-        arrays = hold_out(arrays)
+        arrays = hold_out_test(arrays)
     size = image_size and (image_size, image_size)
     parts = [arrays[key] for key in ("x_train", "x_unlabeled") if key in arrays]
     images, test_images = readers.open_images(parts, arrays["x_test"], size)
-    names, mean, std = facts(name, arrays, images)
+    names, mean, std = names_and_colours(name, arrays, images)
     labels = np.full(len(images), -1)
     labels[:len(parts[0])] = arrays["y_train"]
     return Dataset(images, labels, test_images,
                    torch.from_numpy(arrays["y_test"].astype(np.int64)), names, mean, std)
 
 
-def hold_out(arrays):
+def hold_out_test(arrays):
     """Set HELD_OUT images of each class aside for testing: the same ones whatever the seed."""
     x, y, test = arrays["x_train"], arrays["y_train"], []
     for k, name in enumerate(arrays["names"]):
         members = rng(0, "test", k).permutation(np.flatnonzero(y == k))
         if len(members) <= HELD_OUT:
-            raise DataError(f"--dataset: class {name} has {len(members)} pictures, too few to "
+            raise UserError(f"--dataset: class {name} has {len(members)} pictures, too few to "
                             f"hold out {HELD_OUT} of them for testing; complete the archive")
         test.append(np.sort(members[:HELD_OUT]))
     train, test = np.delete(np.arange(len(y)), np.concatenate(test)), np.concatenate(test)
@@ -128,15 +131,15 @@ def hold_out(arrays):
                      "y_test": y[test]}
 
 
-def facts(name, arrays, images):
-    """Class names, mean, std; of data that FACTS does not know, measured on training images (of
+def names_and_colours(name, arrays, images):
+    """Class names, mean, std; of data that BUILT_IN does not know, measured on training images (of
     pictures on file: on 256 of them)."""
     num_classes = int(arrays["y_train"].max()) + 1
-    names, mean, std = FACTS.get(name, (None, None, None))
+    names, mean, std = BUILT_IN.get(name, (None, None, None))
     names = [str(n) for n in names or arrays.get("names", map("class {}".format,
                                                               range(num_classes)))]
     if len(names) != num_classes or num_classes < 2:
-        raise DataError(f"--dataset {name}: there are {len(names)} class names, but the labels go "
+        raise UserError(f"--dataset {name}: there are {len(names)} class names, but the labels go "
                         f"from 0 to {num_classes - 1}; at least two classes are needed")
     if mean is None:
         x = arrays["x_train"]                                                  # (N, H, W, 3)
@@ -216,7 +219,7 @@ def wanted_counts(dataset, cfg):
     given = {"n1": n1, "gamma_l": cfg.gamma_l, "m1": m1, "gamma_u": cfg.gamma_u}
     if cfg.ratio is not None:                        # every class is divided alike
         if any(value is not None for value in given.values()) or cfg.beta is not None:
-            raise DataError("--ratio divides every class alike and does not go with --n1, "
+            raise UserError("--ratio divides every class alike and does not go with --n1, "
                             "--gamma_l, --m1, --gamma_u or --beta; leave it or them out")
         labeled = [int(size / (1 + cfg.ratio)) for size in sizes]
         return labeled, [size - n for size, n in zip(sizes, labeled)]
@@ -229,17 +232,11 @@ def wanted_counts(dataset, cfg):
         given |= {"n1": n1, "m1": m1}
     for flag in ("n1", "gamma_l") if own_pool else given:
         if given[flag] is None:
-            raise DataError(f"--{flag} is missing: --n1, --gamma_l, --m1, --gamma_u make a split "
+            raise UserError(f"--{flag} is missing: --n1, --gamma_l, --m1, --gamma_u make a split "
                             f"together (of data with unlabeled images, --n1 and --gamma_l)")
     n_counts = class_counts(n1, len(sizes), cfg.gamma_l, cfg.imbalance, whole=whole)
     return n_counts, None if own_pool else class_counts(
         m1, len(sizes), cfg.gamma_u, cfg.imbalance, cfg.reverse_u, whole)
-
-
-def matched(cfg):
-    """Whether the flags say that labeled and unlabeled set are distributed alike."""
-    return cfg.ratio is not None or (
-        cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u)
 
 
 def split(dataset, cfg):
@@ -264,7 +261,7 @@ def draw_members(dataset, cfg, k, n, m=0):
     """n + m images of class k."""
     members = np.flatnonzero(dataset.labels == k)
     if n < 1 or n + m > len(members):
-        raise DataError(f"--n1, --gamma_l, --m1, --gamma_u (or --beta, --ratio) ask for {n} "
+        raise UserError(f"--n1, --gamma_l, --m1, --gamma_u (or --beta, --ratio) ask for {n} "
                         f"labeled and {m} unlabeled images of class {k} ({dataset.names[k]}), "
                         f"which has {len(members)}; at least 1 must be labeled")
     if cfg.split == "random":
@@ -276,7 +273,7 @@ def split_with_own_pool(dataset, cfg, n_counts):
     """The unlabeled images are those that came without a label; n_counts None: all are used."""
     labeled, unlabeled = np.flatnonzero(dataset.labels >= 0), np.flatnonzero(dataset.labels < 0)
     if len(unlabeled) == 0:
-        raise DataError("--dataset: there are no unlabeled images in it (x_unlabeled, a folder "
+        raise UserError("--dataset: there are no unlabeled images in it (x_unlabeled, a folder "
                         "unlabeled), so give --n1, --gamma_l, --m1 and --gamma_u, or --ratio, to "
                         "set labeled ones aside")
     if n_counts is not None:
@@ -290,35 +287,42 @@ def split_with_own_pool(dataset, cfg, n_counts):
 
 
 class Stream:
-    """batch(step) is draw(step), a pure function. Where images are files (Dataset.read_ahead), it
-    also announces itself and the batch that comes as far after it as it came after the last."""
+    """batch(step) is this rank's slice of indices(step), a pure function of the step. Where images
+    are files (Dataset.read_ahead), it also announces this batch and the one after it."""
     expect, last = None, None
 
     def batch(self, step):
+        rank, size = self.shard
+        batch = np.split(self.indices(step), size)[rank]
         if self.expect:
+            # the next step asks for the batch that comes as far after this one as this one came
+            # after the last: omega may take its turn at every tenth step only
             stride = step - self.last if self.last is not None and self.last < step else 1
-            self.expect(self.draw(step))
-            self.expect(self.draw(step + stride))
+            self.expect(batch)
+            self.expect(np.split(self.indices(step + stride), size)[rank])
             self.last = step
-        return self.draw(step)
+        return batch
 
 
 class IndexStream(Stream):
-    """Endless passes over `indices`, reshuffled each pass. batch(step) needs no earlier batch."""
+    """Endless passes over `members`, reshuffled each pass. A batch needs no earlier batch.
 
-    def __init__(self, indices, batch_size, seed, purpose):
-        self.indices, self.batch_size = np.asarray(indices), batch_size
+    shard: (rank, size)
+    """
+
+    def __init__(self, members, batch_size, seed, purpose, shard=(0, 1)):
+        self.members, self.batch_size, self.shard = np.asarray(members), batch_size, shard
         # The pass in hand and the next one; a cache, not a state.
         self.order = lru_cache(2)(
-            lambda epoch: rng(seed, purpose, epoch).permutation(self.indices))
+            lambda epoch: rng(seed, purpose, epoch).permutation(self.members))
 
     def at(self, positions):
         """The images at these ascending positions of the endless sequence. (P,) -> (P,)"""
-        epochs, offsets = np.divmod(positions, len(self.indices))
+        epochs, offsets = np.divmod(positions, len(self.members))
         return np.concatenate([self.order(int(e))[offsets[epochs == e]]
                                for e in np.unique(epochs)])
 
-    def draw(self, step):
+    def indices(self, step):
         return self.at(np.arange(step * self.batch_size, (step + 1) * self.batch_size))
 
 
@@ -329,16 +333,17 @@ class BalancedStream(Stream):
     own endless sequence: the batch is a function of the step here too.
     """
 
-    def __init__(self, indices, labels, batch_size, seed):
+    def __init__(self, members, labels, batch_size, seed, shard=(0, 1)):
+        self.shard = shard
         self.classes = IndexStream(np.unique(labels), batch_size, seed, "round")
-        self.members = {k: IndexStream(indices[labels == k], 1, seed, f"class {k}")
-                        for k in self.classes.indices}
+        self.images = {k: IndexStream(members[labels == k], 1, seed, f"class {k}")
+                       for k in self.classes.members}
 
-    def draw(self, step):
+    def indices(self, step):
         size = self.classes.batch_size
-        rounds = np.arange(step * size, (step + 1) * size) // len(self.members)
-        classes = self.classes.draw(step)                                                # (M,)
-        images = np.empty_like(classes)
+        rounds = np.arange(step * size, (step + 1) * size) // len(self.images)
+        classes = self.classes.indices(step)                                             # (M,)
+        batch = np.empty_like(classes)
         for k in np.unique(classes):
-            images[classes == k] = self.members[k].at(rounds[classes == k])
-        return images
+            batch[classes == k] = self.images[k].at(rounds[classes == k])
+        return batch

@@ -7,14 +7,26 @@
     python evaluate.py runs/a --predict PATH --csv out.csv         label pictures
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
-thirds of the classes, ordered by the number of labeled images. No training, no plots.
+thirds of the classes, ordered by the number of labeled images. No training, no plots; tables and
+seeds folded together are in support/report.py.
 """
-import csv
-import io
 import math
+from argparse import Namespace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
+
+import data
+import models
+from attractor import BiasAttractor
+from baselines.methods import METHODS
+from support import UserError, checkpoint, config, readers, report
+from support.augment import Normalise
+
+# ---------------------------------------------------------------------------------------------
+# metrics
 
 
 @torch.no_grad()
@@ -26,16 +38,10 @@ def scores(predict, images, normalise, batch_size=250):
     return torch.cat([predict(normalise(x)) for x in images.split(batch_size)])
 
 
-def count(labels, predicted, num_classes):
+def confusion_matrix(labels, predicted, num_classes):
     """(K, K) counts, row = true class, column = predicted, from labels (T,), predicted (T,)."""
     cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes ** 2)
     return cells.reshape(num_classes, num_classes)
-
-
-def confusion_matrix(predict, images, labels, num_classes, normalise, batch_size=500):
-    """(K, K) counts of the class with the highest score."""
-    predicted = scores(predict, images, normalise, batch_size).argmax(1)
-    return count(labels, predicted, num_classes)
 
 
 def metrics(confusion):
@@ -65,22 +71,18 @@ def bias_added(attractor, logits, labels):
 
 
 def on_test_set(predict, dataset, normalise, attractor=None):
-    """`metrics` of a model on the test images of a data.Dataset.
+    """`metrics` of a model on the test images of a data.Dataset, as columns of log.csv.
 
-    With an attractor also `bias` [K]: what it adds to the logit of the right answer, by class.
+    With an attractor also bias_k: what it adds to the logit of the right answer, by class.
     """
     logits, labels = scores(predict, dataset.test_images, normalise), dataset.test_labels
-    result = metrics(count(labels, logits.argmax(1), dataset.num_classes))
+    result = metrics(confusion_matrix(labels, logits.argmax(1), dataset.num_classes))
+    columns = {key: result[key] for key in ("bacc", "gm", "acc")}
+    columns |= {f"recall_{k}": value for k, value in enumerate(result["recall"])}
     if attractor is not None:
-        result["bias"] = bias_added(attractor, logits, labels).diagonal().tolist()
-    return result
-
-
-def columns(result):
-    """`on_test_set` as flat columns of log.csv."""
-    return ({key: result[key] for key in ("bacc", "gm", "acc")}
-            | {f"{key}_{k}": value for key in ("recall", "bias")
-               for k, value in enumerate(result.get(key, []))})
+        bias = bias_added(attractor, logits, labels).diagonal().tolist()
+        columns |= {f"bias_{k}": value for k, value in enumerate(bias)}
+    return columns
 
 
 def mean_of_last(history, n=20):
@@ -89,14 +91,10 @@ def mean_of_last(history, n=20):
     The mean of the GMs, not the GM of the mean recalls.
     """
     last = history[-n:]
-    mean = {key: sum(row[key] for row in last) / len(last)
-            for key in last[0] if key in ("bacc", "gm", "acc") or key.startswith("recall_")}
-    recall = [value for key, value in mean.items() if key.startswith("recall_")]
-    return {key: mean[key] for key in ("bacc", "gm", "acc")} | {"recall": recall}
-
-
-def mean(values):
-    return sum(values) / len(values) if values else math.nan
+    means = {key: report.average([row[key] for row in last])
+             for key in last[0] if key in ("bacc", "gm", "acc") or key.startswith("recall_")}
+    recall = [value for key, value in means.items() if key.startswith("recall_")]
+    return {key: means[key] for key in ("bacc", "gm", "acc")} | {"recall": recall}
 
 
 def thirds(recall, counts):
@@ -107,7 +105,7 @@ def thirds(recall, counts):
     """
     order, n = sorted(range(len(counts)), key=lambda k: -counts[k]), round(len(counts) / 3)
     parts = {"head": order[:n], "middle": order[n:-n], "tail": order[-n:]}
-    return {name: mean([recall[k] for k in part if not math.isnan(recall[k])])
+    return {name: report.average([recall[k] for k in part if not math.isnan(recall[k])])
             for name, part in parts.items()}
 
 
@@ -119,7 +117,7 @@ def pseudo_labels(logits, labels, tau):
     """
     confidence, guess = logits.softmax(1).max(1)                               # (U,), (U,)
     kept, num_classes = confidence >= tau, logits.shape[1]
-    every, sure = (count(labels[i], guess[i], num_classes).cpu().double()      # (K, K) each
+    every, sure = (confusion_matrix(labels[i], guess[i], num_classes).cpu().double()  # (K, K)
                    for i in (torch.ones_like(kept), kept))
     shares = {"acc": every.diagonal().sum() / every.sum(), "kept": sure.sum() / every.sum(),
               "acc_kept": sure.diagonal().sum() / sure.sum(),
@@ -131,81 +129,123 @@ def pseudo_labels(logits, labels, tau):
 
 
 # ---------------------------------------------------------------------------------------------
-# tables; finished.py is imported where it is needed, so that the numbers above need torch alone
-
-SECTIONS = {"mean_of_last_20": "mean of the last 20 evaluations", "last": "last checkpoint",
-            "pseudo": "pseudo-labels, last checkpoint"}
-MEASURES = {"bacc": "bACC", "gm": "GM", "acc": "accuracy", "head": "recall of the head",
-            "middle": "recall of the middle", "tail": "recall of the tail", "kept": "kept by tau",
-            "acc_kept": "accuracy of the kept", "recall": "recall", "precision": "precision",
-            "kept_of": "kept of", "precision_kept": "precision, kept"}
+# finished runs
 
 
-def rows_of(numbers, names):
-    """Run.numbers -> {(section, measure): number}: the rows of every table."""
-    rows = {}
-    for section, heading in SECTIONS.items():
-        for key, label in MEASURES.items():
-            value = numbers.get(section, {}).get(key)
-            if isinstance(value, list):
-                rows |= {(heading, f"{label} {name}"): v for name, v in zip(names, value)}
-            elif value is not None:
-                rows[heading, label] = value
-    return rows
+@lru_cache(2)                                        # runs side by side mostly share their data
+def load_data(name, data_dir, image_size):
+    return data.load(name, data_dir, image_size)
 
 
-def cell(value, spread):
-    if math.isnan(value):                             # e.g. the precision of a class never guessed
-        return "-"
-    return f"{value:.2f}" if spread is None else f"{value:.2f} ± {spread:.2f}"
+def load_run(folder, device="cpu"):
+    """The FinishedRun of a folder that a training script wrote."""
+    folder = Path(folder)
+    state = checkpoint.load(folder)
+    if state is None:
+        raise UserError(f"{folder} holds no run (there is no last.pt); name a folder that a "
+                        f"training script wrote")
+    cfg = Namespace(**state["config"])
+    num_classes = len(cfg.dataset_info["names"])
+    model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
+    predict, judged, attractor = model, state["history"], None
+    if "method" in state:                             # a run of baselines/train.py
+        method = method_of(cfg, folder)
+        method.heads(model)
+        predict, judged = partial(method.predict, model), method.judged(judged, cfg)
+    elif cfg.method != "none":
+        attractor = BiasAttractor(num_classes, cfg.hidden, cfg.attractor_input).to(device)
+    try:
+        model.load_state_dict(state["ema"])
+        if attractor is not None:
+            attractor.load_state_dict(state["attractor"])
+    except RuntimeError as error:                     # names or shapes
+        raise UserError(f"{folder}: the weights in its checkpoint do not fit its flags; the run is "
+                        f"damaged, train it again") from error
+    model.to(device, memory_format=torch.channels_last).eval()
+    return FinishedRun(folder, cfg, state["history"], judged, model, predict, attractor, device)
 
 
-def table(groups, part, names, markdown=False):
-    """Lines of text: a column per group, a row per measure, sections below one another."""
-    means = [rows_of(group.mean(part), names) for group in groups]
-    spreads = [rows_of(group.deviation(part) or {}, names) for group in groups]
-    rows, section = [["", *(group.path.name for group in groups)]], None
-    for row in means[0]:
-        if row[0] != section:
-            section = row[0]
-            rows.append([section, *[""] * len(groups)])
-        rows.append([f"  {row[1]}", *(cell(m[row], s.get(row)) for m, s in zip(means, spreads))])
-    if markdown:
-        rule = "|---|" + "--:|" * len(groups)
-        lines = ["| " + " | ".join(c.strip() for c in row) + " |" for row in rows]
-        return [lines[0], rule, *lines[1:]]
-    width = [max(len(row[i]) for row in rows) + 2 for i in range(1, len(rows[0]))]
-    return [f"{row[0]:<33}" + "".join(f"{c:>{w}}" for c, w in zip(row[1:], width)) for row in rows]
+def method_of(cfg, folder):
+    """The class of a comparison method."""
+    if cfg.method not in METHODS[cfg.base]:
+        raise UserError(f"{folder}: --method {cfg.method} is not in baselines/methods.py, which "
+                        f"says how its network predicts; add it there")
+    return METHODS[cfg.base][cfg.method]
 
 
-def confusion_lines(group, names):
-    """Lines of text: of each true class, how many percent are called what."""
-    short = [name[:6] for name in names]
-    lines = ["", f"{group.path.name}: percent of a true class (row) that is called (column)"]
-    lines.append(" " * 12 + "".join(f"{name:>7}" for name in short))
-    for name, row in zip(names, group.mean(lambda run: run.pseudo)["confusion"]):
-        lines.append(f"{name[:12]:<12}" + "".join(f"{value:7.1f}" for value in row))
-    return lines
+class FinishedRun:
+    """A run as its last checkpoint left it; what takes a pass over images is computed once."""
 
+    def __init__(self, folder, cfg, history, judged, model, predict, attractor, device):
+        self.folder, self.cfg, self.device = folder, cfg, device
+        self.history, self.judged = history, judged   # all evaluations, those that count
+        self.model, self.predict, self.attractor = model, predict, attractor   # model: the EMA
 
-def write_csv(path, groups, part, names):
-    """The rows of the table; a column per group, and one for its deviation where it has one."""
-    columns = {"section": {}, "measure": {}}
-    for group in groups:
-        columns[group.path.name] = rows_of(group.mean(part), names)
-        if len(group.runs) > 1:
-            columns[f"{group.path.name} std"] = rows_of(group.deviation(part), names)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        for row in rows_of(groups[0].mean(part), names):
-            writer.writerow([*row, *(f"{c[row]:.6g}" for c in list(columns.values())[2:])])
+    @cached_property
+    def dataset(self):
+        cfg = self.cfg
+        return load_data(cfg.dataset, cfg.data_dir, cfg.image_size).to(self.device)
 
+    @cached_property
+    def split(self):
+        return data.split(self.dataset, self.cfg)     # indices of labeled, of unlabeled images
 
-def as_dict(groups, part, names):
-    return {str(group.path): {"runs": [str(run.folder) for run in group.runs], "classes": names}
-            | group.mean(part) | ({"std": group.deviation(part)} if len(group.runs) > 1 else {})
-            for group in groups}
+    def counts(self, index):
+        """Images per class [K] among those with this index."""
+        return [int((self.dataset.labels[index] == k).sum())
+                for k in range(self.dataset.num_classes)]
+
+    @cached_property
+    def normalise(self):
+        return Normalise(self.dataset.mean, self.dataset.std, self.device)
+
+    @cached_property
+    def test_scores(self):
+        return scores(self.predict, self.dataset.test_images, self.normalise)         # (T, K)
+
+    def of_training(self, network, index):
+        """What `network` makes of training images, seen without augmentation. (N,) -> (N, ..)"""
+        chunks = np.array_split(index, -(-len(index) // 500))      # they may be many, or on file
+        return torch.cat([scores(network, self.dataset.take(i)[0], self.normalise)
+                          for i in chunks])
+
+    @cached_property
+    def last(self):
+        """The last checkpoint on the test set; shares of classes in percent."""
+        confusion = confusion_matrix(self.dataset.test_labels, self.test_scores.argmax(1),
+                                     self.dataset.num_classes)
+        result = metrics(confusion)
+        return result | thirds(result["recall"], self.counts(self.split[0])) | {
+            "predicted": (100 * self.test_scores.softmax(1).mean(0)).tolist(),        # [K]
+            "confusion": (100 * confusion / confusion.sum(1, keepdim=True)).tolist()}  # [K][K]
+
+    @cached_property
+    def reported(self):
+        """The mean of the last 20 evaluations: the number that stands in tables."""
+        if not self.judged:
+            return self.last
+        result = mean_of_last(self.judged)
+        return result | thirds(result["recall"], self.counts(self.split[0]))
+
+    @cached_property
+    def pseudo(self):
+        """`pseudo_labels` that the EMA model gives the unlabeled images, seen without augmentation.
+
+        It is the model that is reported, and its guess does not depend on a draw or on neighbours
+        in a batch. What the live model guessed from weak views while training is in log.csv.
+        """
+        index = self.split[1]
+        index = index[self.dataset.labels[index] >= 0]
+        if len(index) == 0:
+            raise UserError(f"the true labels of the unlabeled images of {self.folder} are not "
+                            f"known, so nothing can be said of pseudo-labels")
+        labels = torch.from_numpy(self.dataset.labels[index]).to(self.device)         # (U,)
+        tau = getattr(self.cfg, "tau", 0)             # MixMatch has none: every guess counts
+        return pseudo_labels(self.of_training(self.predict, index), labels, tau)
+
+    def numbers(self, pseudo=False):
+        return ({"mean_of_last_20": self.reported, "last": self.last}
+                | ({"pseudo": self.pseudo} if pseudo else {}))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,14 +258,13 @@ def choose_test(labels, num_classes, kind, gamma, seed):
     longtail, reversed, random: the paper's Test-1, -2, -3; of the last it says no more than the
     name, here class counts are uniform between 1/gamma of the images and all of them.
     """
-    import data
     members = [data.rng(seed, "test set", k).permutation((labels == k).nonzero()[0])
                for k in range(num_classes)]
     full = min(len(m) for m in members)
     counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
     if min(counts) < 1:
-        raise data.DataError(f"--gamma_t {gamma:g}: a class would be left without a test image, "
-                             f"the smallest has {full}; choose a smaller one")
+        raise UserError(f"--gamma_t {gamma:g}: a class would be left without a test image, the "
+                        f"smallest has {full}; choose a smaller one")
     if kind == "random":
         counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)
     return [i for m, n in zip(members, counts) for i in m[:n]]
@@ -233,19 +272,17 @@ def choose_test(labels, num_classes, kind, gamma, seed):
 
 def judge_on(folder, kind, gamma, seed):
     """(folder, {class name: test images}, metrics) of the last checkpoint on such a test set."""
-    from finished import load_run
     run = load_run(folder)
     dataset, predicted = run.dataset, run.test_scores.argmax(1)
     index = choose_test(dataset.test_labels.numpy(), dataset.num_classes, kind, gamma, seed)
-    confusion = count(dataset.test_labels[index], predicted[index], dataset.num_classes)
+    confusion = confusion_matrix(dataset.test_labels[index], predicted[index], dataset.num_classes)
     return folder, dict(zip(dataset.names, confusion.sum(1).tolist())), metrics(confusion)
 
 
 def print_imbalanced(folders, kind, gamma, seed, as_json):
-    from run_folder import to_json
     judged = [judge_on(folder, kind, gamma, seed) for folder in folders]
     if as_json:
-        return print(to_json({f: {"counts": counts} | m for f, counts, m in judged}))
+        return print(checkpoint.to_json({f: {"counts": counts} | m for f, counts, m in judged}))
     print(f"last checkpoint, {kind} test set: "
           + ", ".join(f"{name} {n}" for name, n in judged[0][1].items()))
     for folder, _, m in judged:
@@ -254,35 +291,20 @@ def print_imbalanced(folders, kind, gamma, seed, as_json):
 
 def predict_pictures(folder, path, out):
     """Write file, label, probability of each picture at `path`, by the run's averaged network."""
-    import readers
-    import run_folder
-    import settings
-    from augment import Normalise
-    from finished import load_run
     run = load_run(folder)
-    cfg = run.cfg
-    if not hasattr(cfg, "facts"):
-        raise settings.UserError(f"the run in {folder} does not know its class names, it was made "
-                                 f"by an older version; train it again")
-    files, images = readers.read_unknown(path, cfg.facts["size"])
-    normalise = Normalise(cfg.facts["mean"], cfg.facts["std"])
+    info = run.cfg.dataset_info
+    files, images = readers.read_unknown(path, info["size"])
+    normalise = Normalise(info["mean"], info["std"])
     probability, label = scores(run.predict, images, normalise).softmax(1).max(1)
-    text = io.StringIO(newline="")
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["file", "label", "probability"])
-    rows.writerows([file, cfg.facts["names"][k], f"{p:.4f}"]
-                   for file, k, p in zip(files, label.tolist(), probability.tolist()))
-    if out is None:
-        return print(text.getvalue(), end="")
-    run_folder.write(Path(out), text.getvalue().encode())
-    print(f"{len(files)} predictions in {out}")
+    report.write_predictions(out, files, [info["names"][k] for k in label.tolist()],
+                             probability.tolist())
+
+
+# ---------------------------------------------------------------------------------------------
 
 
 def main(argv=None):
-    import finished
-    import run_folder
-    import settings
-    p = settings.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("runs", nargs="+", help="run folders; seeds of one setting are folded into one column")
     add("--pseudo", action="store_true", help="also judge the pseudo-labels of the unlabeled set, "
@@ -291,8 +313,8 @@ def main(argv=None):
     add("--markdown", action="store_true", help="the table in Markdown")
     add("--test", choices=("longtail", "reversed", "random"),
         help="the last checkpoints on an imbalanced test set")
-    add("--gamma_t", type=settings.number(float, 1), default=10, help="its imbalance (default: 10)")
-    add("--seed", type=settings.number(int, 0), default=0,
+    add("--gamma_t", type=config.number(float, 1), default=10, help="its imbalance (default: 10)")
+    add("--seed", type=config.number(int, 0), default=0,
         help="which images are in it (default: 0)")
     add("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz file with "
         "images x: a label and its probability for each")
@@ -305,19 +327,17 @@ def main(argv=None):
         return predict_pictures(args.runs[0], args.predict, args.csv)
     if args.test:
         return print_imbalanced(args.runs, args.test, args.gamma_t, args.seed, args.json)
-    groups, part = finished.load_groups(args.runs), lambda run: run.numbers(args.pseudo)
-    names = groups[0].runs[0].dataset.names
+    groups = report.grouped([load_run(folder) for folder in args.runs])
+    names, numbers = groups[0].runs[0].dataset.names, lambda run: run.numbers(args.pseudo)
     if args.csv:
-        write_csv(args.csv, groups, part, names)
+        report.write_csv(args.csv, groups, numbers, names)
     if args.json:
-        print(run_folder.to_json(as_dict(groups, part, names)))
-    else:
-        print("\n".join(table(groups, part, names, args.markdown)))
-    if args.pseudo and not (args.json or args.markdown):
-        print("\n".join(line for group in groups for line in confusion_lines(group, names)))
+        return print(checkpoint.to_json(report.as_dict(groups, numbers, names)))
+    print("\n".join(report.format_table(groups, numbers, names, args.markdown)))
+    if args.pseudo and not args.markdown:
+        for group in groups:
+            print("\n".join(report.confusion_lines(group, lambda run: run.pseudo, names)))
 
 
 if __name__ == "__main__":
-    from data import DataError
-    from settings import exit_cleanly
-    exit_cleanly(main, DataError)
+    config.exit_cleanly(main)

@@ -1,18 +1,22 @@
-"""image -> features -> logits: wide residual networks, and ResNet-34 for large images.
+"""image -> features -> logits: wide residual networks, ResNet-34 for large images, and their EMA.
 
 Every network here has `features(x)` (N, D) and a linear `classifier`, because L2AC needs the two
 apart: theta is what makes the features, phi = (W, b) is the classifier.
 
-No attractor, no EMA, no losses.
+No attractor, no losses.
 """
 import re
-from argparse import ArgumentTypeError
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torchvision.models import resnet34
+
+from support import UserError, distributed
 
 
 class Norm(nn.BatchNorm2d):
@@ -82,7 +86,6 @@ class ResNet34(nn.Module):
 
     def __init__(self, num_classes, bn_momentum=0.001):
         super().__init__()
-        from torchvision.models import resnet34
         self.network = resnet34(norm_layer=partial(Norm, momentum=bn_momentum))
         self.classifier = nn.Linear(self.network.fc.in_features, num_classes)
         self.network.fc = nn.Identity()
@@ -103,31 +106,60 @@ def initialise(module):
         nn.init.zeros_(module.bias)
 
 
-def network(name):
-    """An argparse type: the name of a network that `build` can build."""
-    if name == "resnet34":
-        return name
-    match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
-    depth, width = map(int, match.groups()) if match else (0, 0)
-    if not (10 <= depth <= 1000 and (depth - 4) % 6 == 0 and 1 <= width <= 100):
-        raise ArgumentTypeError(f"{name} is neither resnet34 nor wrn-d-w with d = 10, 16, 22, ...")
-    return name
-
-
 def build(name, num_classes, bn_momentum=0.001, quirk=False):
     if name == "resnet34":
         return ResNet34(num_classes, bn_momentum)
-    _, depth, width = network(name).split("-")
-    return WideResNet(int(depth), int(width), num_classes, bn_momentum, quirk)
+    match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
+    depth, width = map(int, match.groups()) if match else (0, 0)
+    if not (10 <= depth <= 1000 and (depth - 4) % 6 == 0 and 1 <= width <= 100):
+        raise UserError(f"--model {name} is neither resnet34 nor wrn-d-w with d = 10, 16, 22, ...; "
+                        f"choose one of these")
+    return WideResNet(depth, width, num_classes, bn_momentum, quirk)
+
+
+def prepare(cfg, num_classes, device, heads=None):
+    """The network on the device, its EMA, and the function that makes features.
+
+    heads: changes the classifiers of the new network, for methods that have others
+    """
+    torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
+    model = build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
+    if heads:
+        heads(model)
+    if distributed.size() > 1 and device.type == "cuda":
+        model = share_statistics(model)
+    model = model.to(device, memory_format=torch.channels_last)
+    return model, EMA(model, cfg.ema), feature_pass(model, device, cfg.dtype, cfg.compile)
 
 
 def share_statistics(model):
-    """Norm -> SyncBatchNorm: several processes on CUDA normalise by the whole batch. Untested."""
+    """Norm -> SyncBatchNorm: several ranks on CUDA normalise by the global batch. Untested."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for m in model.modules():
         if isinstance(m, nn.SyncBatchNorm):                    # it insists on a step counter
             m.register_buffer("num_batches_tracked", torch.tensor(0), persistent=False)
     return model
+
+
+class EMA:
+    """A copy of the model whose weights and BatchNorm statistics trail those of the live one."""
+
+    # torch's AveragedModel would also do, but it reads a counter back from the device at each step.
+    def __init__(self, model, decay):
+        self.model = deepcopy(model).eval().requires_grad_(False)
+        self.average = get_ema_multi_avg_fn(decay)
+        self.trail, self.live = ([t for t in m.state_dict().values() if t.is_floating_point()]
+                                 for m in (self.model, model))
+
+    def update(self):
+        self.average(self.trail, self.live, None)    # trail <- decay * trail + (1 - decay) * live
+
+
+@torch.no_grad()
+def decay_weights(model, cfg):
+    """Decoupled weight decay, after the optimizer's step and after the EMA has seen it."""
+    tensors = list(model.parameters()) + (running_statistics(model) if cfg.decay_bn else [])
+    torch._foreach_mul_(tensors, 1 - cfg.lr * cfg.weight_decay)   # one launch; else a plain loop
 
 
 def running_statistics(model):

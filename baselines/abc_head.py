@@ -17,9 +17,9 @@ from torch import nn
 
 import data
 import models
-from augment import strong
 from baselines import Method
-from distributed import mine, rank, size
+from support.augment import strong
+from support.distributed import local_slice
 
 TAU = 0.95
 
@@ -58,36 +58,36 @@ class ABC(Method):
         model.auxiliary = nn.Linear(model.classifier.in_features, model.classifier.out_features)
         models.initialise(model.auxiliary)
 
-    def __init__(self, run):
-        super().__init__(run)
-        self.rates = keep_rates(run.counts).float().to(run.device)             # (K,)
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.rates = keep_rates(ctx.counts).float().to(ctx.device)             # (K,)
 
-    def draw(self, purpose, step, rows):
-        whole = rows * size()
-        uniform = data.rng(self.run.cfg.seed, purpose, step).random(whole, dtype="float32")
-        return torch.from_numpy(mine(uniform)).to(self.run.device)
+    def uniform_draws(self, purpose, step, rows):
+        rank, size = self.ctx.shard
+        draws = data.rng(self.ctx.cfg.seed, purpose, step).random(rows * size, dtype="float32")
+        return torch.from_numpy(local_slice(draws, rank, size)).to(self.ctx.device)
 
     def extra_loss(self, batch):
-        cfg, head = self.run.cfg, self.run.model.auxiliary
+        cfg, head = self.ctx.cfg, self.ctx.model.auxiliary
         labeled = len(batch.y_l)
         z_l, z_s = self.unmixed(batch) if cfg.base == "mixmatch" else batch.z.split(
             [labeled, len(batch.z) - labeled])                                 # (B, D), (SU, D)
         q = head(batch.z_u).detach().softmax(1)                                # (U, K)
         epoch_start = batch.step - batch.step % cfg.eval_every                 # annealed by epoch
         rates = annealed(self.rates, epoch_start / cfg.iters)
-        return (thinned_loss(head(z_l), batch.y_l, self.rates,
-                             self.draw("ABC labeled", batch.step, labeled))
-                + consistency_loss(head(z_s), q, rates,
-                                   self.draw("ABC unlabeled", batch.step, len(q))))
+        draw_l = self.uniform_draws("ABC labeled", batch.step, labeled)        # (B,)
+        draw_u = self.uniform_draws("ABC unlabeled", batch.step, len(q))       # (U,)
+        return (thinned_loss(head(z_l), batch.y_l, self.rates, draw_l)
+                + consistency_loss(head(z_s), q, rates, draw_u))
 
     def unmixed(self, batch):
         """MixMatch trains on mixtures only: clean labeled views and two strong views of their own.
         They leave the base method's BatchNorm statistics alone."""
-        run, views = self.run, batch.x_u.repeat_interleave(2, dim=0)
-        x_s = strong(views, data.rng(run.cfg.seed, "strong view", batch.step), run.normalise,
-                     shard=(rank(), size()))
-        with models.frozen_bn_stats(run.model):
-            return run.features(batch.x_l), run.features(x_s)
+        ctx, views = self.ctx, batch.x_u.repeat_interleave(2, dim=0)
+        x_s = strong(views, data.rng(ctx.cfg.seed, "strong view", batch.step), ctx.normalise,
+                     shard=ctx.shard)
+        with models.frozen_bn_stats(ctx.model):
+            return ctx.features(batch.x_l), ctx.features(x_s)
 
     @staticmethod
     def predict(model, x):

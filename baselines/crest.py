@@ -18,8 +18,9 @@ import torch
 
 import data
 import models
-import settings
 from baselines import Method
+from support import UserError, config
+from support.distributed import all_gather
 
 
 def shares(counts, alpha=1 / 3):
@@ -55,7 +56,7 @@ class CReST(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("CReST").add_argument
-        add("--crest_generations", type=settings.number(int, 1, 1000), default=5,
+        add("--crest_generations", type=config.number(int, 1, 1000), default=5,
             help="equal parts of the run (default: 5)")
         add("--crest_anyway", action="store_true",
             help="go on although gamma_l and gamma_u differ")
@@ -63,34 +64,34 @@ class CReST(Method):
     @staticmethod
     def check(cfg):
         known = cfg.gamma_u is not None
-        if known and not data.matched(cfg) and not cfg.crest_anyway:
-            raise settings.UserError(
+        if known and not config.matched(cfg) and not cfg.crest_anyway:
+            raise UserError(
                 f"--method {cfg.method} assumes that labeled and unlabeled images are distributed "
                 f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l, or add "
                 f"--crest_anyway")
         if cfg.crest_generations > cfg.iters:
-            raise settings.UserError(f"--crest_generations {cfg.crest_generations} are more than "
-                                     f"--iters {cfg.iters}; a generation needs an iteration")
+            raise UserError(f"--crest_generations {cfg.crest_generations} are more than --iters "
+                            f"{cfg.iters}; a generation needs an iteration")
 
-    def __init__(self, run):
-        super().__init__(run)
-        self.counts = run.counts.numpy()                                       # (K,) N_k
-        self.generation, self.milestones = 0, milestones(run.cfg)
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.counts = ctx.counts.numpy()                                       # (K,) N_k
+        self.generation, self.milestones = 0, milestones(ctx.cfg)
         # what each unlabeled image was adopted as, -1: it was not
-        self.register_buffer("adopted", torch.full((len(run.index_u),), -1))
+        self.register_buffer("adopted", torch.full((len(ctx.index_u),), -1))
         self.make_stream()
 
     def make_stream(self):
         """The labeled stream of this generation, and the labels it goes with."""
-        run, adopted = self.run, self.adopted.cpu().numpy()
+        ctx, adopted = self.ctx, self.adopted.cpu().numpy()
         chosen = adopted >= 0
-        self.labels = run.dataset.labels.copy()
-        self.labels[run.index_u[chosen]] = adopted[chosen]
-        index = np.concatenate([run.index_l, run.index_u[chosen]])
+        self.labels = ctx.dataset.labels.copy()
+        self.labels[ctx.index_u[chosen]] = adopted[chosen]
+        index = np.concatenate([ctx.index_l, ctx.index_u[chosen]])
         # The first generation is the base method, batch for batch.
         purpose = f"labeled {self.generation}" if self.generation else "labeled"
-        self.stream = data.IndexStream(index, run.cfg.batch_size, run.cfg.seed, purpose)
-        run.dataset.read_ahead(self.stream)
+        self.stream = data.IndexStream(index, ctx.cfg.batch_size, ctx.cfg.seed, purpose, ctx.shard)
+        ctx.dataset.read_ahead(self.stream)
 
     def get_extra_state(self):                           # saved with the buffers
         return self.generation
@@ -104,7 +105,7 @@ class CReST(Method):
         return index, self.labels[index]
 
     def schedule(self, step):
-        starts = (0, *self.milestones, self.run.cfg.iters)
+        starts = (0, *self.milestones, self.ctx.cfg.iters)
         return step - starts[self.generation], starts[self.generation + 1] - starts[self.generation]
 
     def after_epoch(self, done):
@@ -112,7 +113,7 @@ class CReST(Method):
             return
         predicted, confidence = self.look_at_unlabeled()
         adopted = select(predicted, confidence, shares(self.counts))
-        adopted[np.isin(self.run.index_u, self.run.index_l)] = -1     # --pool union: has a label
+        adopted[np.isin(self.ctx.index_u, self.ctx.index_l)] = -1     # --pool union: has a label
         self.adopted.copy_(torch.from_numpy(adopted))
         self.generation += 1
         self.restart()
@@ -121,21 +122,21 @@ class CReST(Method):
     @torch.no_grad()
     def look_at_unlabeled(self):
         """The EMA's class and confidence (N,) of every unlabeled image, without augmentation."""
-        run, chunks = self.run, np.array_split(self.run.index_u, len(self.run.index_u) // 500 + 1)
-        p = torch.cat([run.ema.model(run.normalise(run.dataset.take(c)[0])).softmax(1)
+        ctx, chunks = self.ctx, np.array_split(self.ctx.index_u, len(self.ctx.index_u) // 500 + 1)
+        p = torch.cat([ctx.ema.model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1)
                        for c in chunks])                                       # (N, K)
         confidence, predicted = p.max(1)
         return predicted.cpu().numpy(), confidence.cpu().numpy()
 
     def restart(self):
         """New network, new EMA, new optimizer."""
-        run, cfg = self.run, self.run.cfg
+        ctx, cfg = self.ctx, self.ctx.cfg
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed + 1000003 * self.generation)
             fresh = models.build(cfg.model, len(self.counts), cfg.bn_momentum, cfg.wrn_quirk)
-        for network in (run.model, run.ema.model):
+        for network in (ctx.model, ctx.ema.model):
             network.load_state_dict(fresh.state_dict())
-        run.optimizer.state.clear()
+        ctx.optimizer.state.clear()
 
     @staticmethod
     def judged(history, cfg):
@@ -145,16 +146,17 @@ class CReST(Method):
 
 
 class CReSTPlus(CReST):
-    def __init__(self, run):
-        super().__init__(run)
-        K = run.dataset.num_classes
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        K = ctx.dataset.num_classes
         self.register_buffer("recent", torch.full((128, K), 1 / K))            # means of batches
 
     def refine(self, p, batch):
-        target = alignment_target(self.run.counts, self.generation,
-                                  self.run.cfg.crest_generations).to(p)        # (K,)
+        target = alignment_target(self.ctx.counts, self.generation,
+                                  self.ctx.cfg.crest_generations).to(p)        # (K,)
         aligned = p * (target + 1e-6) / (self.recent.mean(0) + 1e-6)           # (U, K)
-        self.recent[batch.step % 128] = p.mean(0)      # the unaligned ones, from the next step on
+        # the unaligned ones of the global batch, from the next step on
+        self.recent[batch.step % 128] = all_gather(p).mean(0)
         return aligned / aligned.sum(1, keepdim=True)
 
     def restart(self):

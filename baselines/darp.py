@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 import data
 import models
-import settings
-from augment import weak
-from baselines import Method, rows_of
+from baselines import Method, row_lookup
+from support import config
+from support.augment import weak
+from support.distributed import all_gather
 
 TINY = 1e-6
 
@@ -79,7 +80,7 @@ def invert_confusion(p_held, y_held, p_u):
     return M, bool((M >= 0).all() and torch.linalg.cond(C) < 100)
 
 
-def hold_out(labels, seed, most=10):
+def hold_out_labeled(labels, seed, most=10):
     """(training rows, held-out rows): up to 10 of each class, at most half of it."""
     held = [data.rng(seed, "DARP hold-out", k).permutation(np.flatnonzero(labels == k))
             [:max(1, min(most, (labels == k).sum() // 2))] for k in np.unique(labels)]
@@ -87,40 +88,40 @@ def hold_out(labels, seed, most=10):
     return np.setdiff1d(np.arange(len(labels)), held), held
 
 
-def probabilities(model, run, index):
+def probabilities(model, ctx, index):
     with torch.no_grad():
-        return torch.cat([model(run.normalise(run.dataset.take(c)[0])).softmax(1).double()
+        return torch.cat([model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1).double()
                           for c in np.array_split(index, len(index) // 500 + 1)])
 
 
 @torch.enable_grad()                             # labels are refined where no gradient is wanted
-def estimate(run, epochs=10):
+def estimate_counts(ctx, epochs=10):
     """M^ (K,): a plain classifier on the labeled images that are not held out, for 16 % of the run
     (the reference: 40,000 of 250,000 iterations); the mean over the epochs that can be trusted."""
-    cfg, labels = run.cfg, run.dataset.labels[run.index_l]
-    rows, held = hold_out(labels, cfg.seed)
-    stream = data.IndexStream(run.index_l[rows], 128, cfg.seed, "DARP estimate")
+    cfg, labels = ctx.cfg, ctx.dataset.labels[ctx.index_l]
+    rows, held = hold_out_labeled(labels, cfg.seed)
+    stream = data.IndexStream(ctx.index_l[rows], 128, cfg.seed, "DARP estimate")
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seed)
-        model = models.build(cfg.model, run.dataset.num_classes, 0.1, cfg.wrn_quirk)
-    model = model.to(run.device, memory_format=torch.channels_last)
+        model = models.build(cfg.model, ctx.dataset.num_classes, 0.1, cfg.wrn_quirk)
+    model = model.to(ctx.device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
     steps, trusted = max(epochs, round(0.16 * cfg.iters)), []
-    new = np.setdiff1d(run.index_u, run.index_l)             # --pool union: labeled ones are known
+    new = np.setdiff1d(ctx.index_u, ctx.index_l)             # --pool union: labeled ones are known
     print(f"\nDARP: {steps:,} iterations of a classifier that estimates class counts", flush=True)
     for step in range(steps):
         if step in (int(0.8 * steps), int(0.9 * steps)):
             optimizer.param_groups[0]["lr"] /= 10
-        x, y = run.dataset.take(stream.batch(step))
-        x = weak(x, data.rng(cfg.seed, "DARP view", step), run.normalise)
+        x, y = ctx.dataset.take(stream.batch(step))
+        x = weak(x, data.rng(cfg.seed, "DARP view", step), ctx.normalise)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % (steps // epochs) == 0:
             model.eval()
-            y_held = torch.from_numpy(labels[held]).to(run.device)
-            M, good = invert_confusion(probabilities(model, run, run.index_l[held]), y_held,
-                                       probabilities(model, run, new))
+            y_held = torch.from_numpy(labels[held]).to(ctx.device)
+            M, good = invert_confusion(probabilities(model, ctx, ctx.index_l[held]), y_held,
+                                       probabilities(model, ctx, new))
             model.train()
             trusted += [M] if good else []
     M = torch.stack(trusted).mean(0) if trusted else M.clamp_min(1)
@@ -133,13 +134,13 @@ class DARP(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("DARP").add_argument
-        add("--darp_warm", type=settings.number(float, 0, 1), default=0.4,
+        add("--darp_warm", type=config.number(float, 0, 1), default=0.4,
             help="share of the run before labels are refined (default: 0.4)")
-        add("--darp_period", type=settings.number(int, 1), help="iterations between refinements "
+        add("--darp_period", type=config.number(int, 1), help="iterations between refinements "
             "(default: 10 on cifar10 and synthetic, else 100)")
-        add("--darp_outer", type=settings.number(int, 1), help="rows-columns alternations of one "
+        add("--darp_outer", type=config.number(int, 1), help="rows-columns alternations of one "
             "(default: 10 on cifar10 and synthetic, else 20)")
-        add("--darp_delta", type=settings.number(float, 1), default=2.0,
+        add("--darp_delta", type=config.number(float, 1), default=2.0,
             help="rows kept per class, in units of its due number (default: 2)")
         add("--darp_estimate", action="store_true", help="estimate the unlabeled distribution "
             "instead of taking the labeled one")
@@ -150,30 +151,30 @@ class DARP(Method):
         cfg.darp_period = cfg.darp_period or (10 if small else 100)
         cfg.darp_outer = cfg.darp_outer or (10 if small else 20)
 
-    def __init__(self, run):
-        super().__init__(run)
-        K, N = run.dataset.num_classes, len(run.index_u)
-        self.rows = rows_of(run.index_u, len(run.dataset.labels))
-        self.start = round(run.cfg.darp_warm * run.cfg.iters)
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        K, N = ctx.dataset.num_classes, len(ctx.index_u)
+        self.rows = row_lookup(ctx.index_u, len(ctx.dataset.labels))
+        self.start = round(ctx.cfg.darp_warm * ctx.cfg.iters)
         self.register_buffer("Q", torch.full((N, K), 1 / K))       # newest raw prediction
         self.register_buffer("R", torch.full((N, K), 1 / K))       # newest refined one
         self.register_buffer("t", torch.zeros(K, dtype=torch.float64))
 
     def due(self):
-        run = self.run
-        if not run.cfg.darp_estimate:
-            return due_numbers(run.counts, len(run.index_u))
-        known = run.counts if run.cfg.pool == "union" else torch.zeros_like(run.counts)
-        return estimate(run).cpu() + known
+        ctx = self.ctx
+        if not ctx.cfg.darp_estimate:
+            return due_numbers(ctx.counts, len(ctx.index_u))
+        known = ctx.counts if ctx.cfg.pool == "union" else torch.zeros_like(ctx.counts)
+        return estimate_counts(ctx).cpu() + known
 
     def refine(self, p, batch):
         rows = torch.from_numpy(self.rows[batch.index_u]).to(p.device)         # (U,)
-        self.Q[rows] = p
+        self.Q[all_gather(rows)] = all_gather(p)
         since = batch.step - self.start
         if since < 0:
             return p
         if since == 0:
             self.t.copy_(self.due())
-        if since % self.run.cfg.darp_period == 0:
-            self.R.copy_(refined(self.Q, self.t, self.run.cfg.darp_outer, self.run.cfg.darp_delta))
+        if since % self.ctx.cfg.darp_period == 0:
+            self.R.copy_(refined(self.Q, self.t, self.ctx.cfg.darp_outer, self.ctx.cfg.darp_delta))
         return self.R[rows]                      # between refinements: the last refined label

@@ -14,10 +14,9 @@ T_d depends on whether gamma_l = gamma_u: a hidden use of that knowledge.
 import torch
 import torch.nn.functional as F
 
-import data
-import settings
 from baselines import Method
-from distributed import mine
+from support import config
+from support.distributed import all_gather
 
 TEMPERATURE, QUEUE = 0.05, 256
 
@@ -32,7 +31,7 @@ def similarity(z, centres):
     return F.linear(F.normalize(z), F.normalize(centres)) / TEMPERATURE
 
 
-def blend(p, q, v):
+def blend_labels(p, q, v):
     """p' (U, K)."""
     share = v[p.argmax(1)][:, None]                                            # (U, 1)
     return (1 - share) * p + share * q
@@ -42,20 +41,20 @@ class DASO(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("DASO").add_argument
-        add("--daso_td", type=settings.number(float, 0.01), help="T_d (default: 1.5 on cifar10 and "
+        add("--daso_td", type=config.number(float, 0.01), help="T_d (default: 1.5 on cifar10 and "
             "synthetic where gamma_l = gamma_u, else 0.3)")
-        add("--daso_start", type=settings.number(float, 0, 1), default=0.02,
+        add("--daso_start", type=config.number(float, 0, 1), default=0.02,
             help="share of the run before blending starts (default: 0.02)")
 
     @staticmethod
     def check(cfg):
         small = cfg.dataset in ("cifar10", "synthetic")
-        cfg.daso_td = cfg.daso_td or (1.5 if small and data.matched(cfg) else 0.3)
+        cfg.daso_td = cfg.daso_td or (1.5 if small and config.matched(cfg) else 0.3)
 
-    def __init__(self, run):
-        super().__init__(run)
-        K, D = run.dataset.num_classes, run.model.classifier.in_features
-        self.start = round(run.cfg.daso_start * run.cfg.iters)
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        K, D = ctx.dataset.num_classes, ctx.model.classifier.in_features
+        self.start = round(ctx.cfg.daso_start * ctx.cfg.iters)
         self.window = max(1, min(100, self.start))     # one is complete when blending starts
         self.register_buffer("queue", torch.zeros(K, QUEUE, D))
         self.register_buffer("pushed", torch.zeros(K, dtype=torch.long))       # ever, per class
@@ -65,7 +64,8 @@ class DASO(Method):
     @torch.no_grad()
     def push(self, x_l, y_l):
         """EMA features of the labeled batch into the queues of their classes, oldest out first."""
-        z = self.run.ema.model.features(x_l)                                   # (B, D), eval mode
+        z = all_gather(self.ctx.ema.model.features(x_l))     # (B, D) of the global batch, eval mode
+        y_l = all_gather(y_l)
         same = F.one_hot(y_l, len(self.queue))                                 # (B, K)
         order = (same.cumsum(0) * same).sum(1) - 1     # (B,) how many of its class came before it
         self.queue[y_l, (self.pushed[y_l] + order) % QUEUE] = z
@@ -80,8 +80,9 @@ class DASO(Method):
         self.push(batch.x_l, batch.y_l)
         if batch.step >= self.start:
             self.q = similarity(batch.z_u, self.centres).softmax(1)            # (U, K)
-            p = blend(p, self.q, blend_weights(self.histogram, self.run.cfg.daso_td))
-        self.current += torch.bincount(p.argmax(1), minlength=len(self.current))    # sure or not
+            p = blend_labels(p, self.q, blend_weights(self.histogram, self.ctx.cfg.daso_td))
+        self.current += torch.bincount(all_gather(p.argmax(1)),                # sure or not
+                                       minlength=len(self.current))
         if (batch.step + 1) % self.window == 0:
             self.histogram.copy_(self.current)
             self.current.zero_()
@@ -89,9 +90,8 @@ class DASO(Method):
 
     def extra_loss(self, batch):
         """L_align of the strong views; MixMatch has none."""
-        if batch.step < self.start or self.run.cfg.base == "mixmatch":
+        if batch.step < self.start or self.ctx.cfg.base == "mixmatch":
             return 0
         z_s = batch.z[len(batch.y_l):]                                         # (SU, D)
-        q = mine(self.q)
-        targets = q.repeat_interleave(len(z_s) // len(q), dim=0)               # (SU, K)
+        targets = self.q.repeat_interleave(len(z_s) // len(self.q), dim=0)     # (SU, K)
         return F.cross_entropy(similarity(z_s, self.centres), targets)

@@ -13,9 +13,10 @@ Counting raw predictions, not refined ones, keeps v from feeding on itself.
 """
 import torch
 
-import settings
-from baselines import Method, rows_of
+from baselines import Method, row_lookup
 from baselines.supervised import effective_number_weights
+from support import config
+from support.distributed import all_gather
 
 
 def mitigating_vector(counts):
@@ -29,26 +30,26 @@ class SaR(Method):
     @staticmethod
     def flags(p):
         p.add_argument_group("SaR").add_argument(
-            "--sar_start", type=settings.number(float, 0, 1), default=0.0,
+            "--sar_start", type=config.number(float, 0, 1), default=0.0,
             help="share of the run during which v stays 1 (default: 0)")
 
-    def __init__(self, run):
-        super().__init__(run)
-        self.rows = rows_of(run.index_u, len(run.dataset.labels))
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.rows = row_lookup(ctx.index_u, len(ctx.dataset.labels))
         # MixMatch: v belongs to the guess before it is sharpened (to the power 1/T)
-        self.power = 1 / getattr(run.cfg, "temperature", 1)
-        self.register_buffer("newest", torch.full((len(run.index_u),), -1))    # -1: not yet seen
-        self.register_buffer("v", torch.ones(run.dataset.num_classes))
+        self.power = 1 / getattr(ctx.cfg, "temperature", 1)
+        self.register_buffer("newest", torch.full((len(ctx.index_u),), -1))    # -1: not yet seen
+        self.register_buffer("v", torch.ones(ctx.dataset.num_classes))
 
     def refine(self, p, batch):
         rows = torch.from_numpy(self.rows[batch.index_u]).to(p.device)         # (U,)
-        self.newest[rows] = p.argmax(1)
+        self.newest[all_gather(rows)] = all_gather(p.argmax(1))
         refined = p * self.v ** self.power                                     # (U, K)
         refined = refined / refined.sum(1, keepdim=True)
         return torch.where((self.v == 1).all(), p, refined)    # not even rounding while v is 1
 
     def after_epoch(self, done):
-        if done >= self.run.cfg.sar_start * self.run.cfg.iters:
+        if done >= self.ctx.cfg.sar_start * self.ctx.cfg.iters:
             seen = self.newest[self.newest >= 0]
             counts = torch.bincount(seen, minlength=len(self.v))
             self.v.copy_(mitigating_vector(counts))

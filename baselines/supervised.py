@@ -14,40 +14,41 @@ import torch.nn.functional as F
 from torch import nn
 
 import data
-import distributed
-import settings
 from baselines import Method
+from support import UserError, config
+from support.distributed import mean_over_ranks
 
 
 class Resampling(Method):
     """Draw a class, then an image of it: image i comes up with probability 1 / (K N_y)."""
 
-    def __init__(self, run):
-        super().__init__(run)
-        self.stream = data.BalancedStream(run.index_l, run.dataset.labels[run.index_l],
-                                          run.cfg.batch_size, run.cfg.seed)
-        run.dataset.read_ahead(self.stream)
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.stream = data.BalancedStream(ctx.index_l, ctx.dataset.labels[ctx.index_l],
+                                          ctx.cfg.batch_size, ctx.cfg.seed, ctx.shard)
+        ctx.dataset.read_ahead(self.stream)
 
     def labeled(self, step):
         index = self.stream.batch(step)
-        return index, self.run.dataset.labels[index]
+        return index, self.ctx.dataset.labels[index]
 
 
 class UpperBound(Method):
     """All training images with their true labels."""
 
-    def __init__(self, run):
-        super().__init__(run)
-        everything = np.union1d(run.index_l, run.index_u)
-        if (run.dataset.labels[everything] < 0).any():
-            raise settings.UserError("--method upper_bound needs the true labels of the unlabeled "
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        everything = np.union1d(ctx.index_l, ctx.index_u)
+        if (ctx.dataset.labels[everything] < 0).any():
+            raise UserError("--method upper_bound needs the true labels of the unlabeled "
                                      "images, and this dataset has none; choose another --method")
-        self.stream = data.IndexStream(everything, run.cfg.batch_size, run.cfg.seed, "labeled")
-        run.dataset.read_ahead(self.stream)
+        self.stream = data.IndexStream(everything, ctx.cfg.batch_size, ctx.cfg.seed, "labeled",
+                                       ctx.shard)
+        ctx.dataset.read_ahead(self.stream)
 
     def labeled(self, step):
         index = self.stream.batch(step)
-        return index, self.run.dataset.labels[index]
+        return index, self.ctx.dataset.labels[index]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -78,11 +79,11 @@ def effective_number_weights(counts, beta=0.9999):
 
 
 def weighted_cross_entropy(logits, target, weights):
-    """sum w_i H_i / sum w_i of the whole batch, as a mean over processes. weights (K,) or None"""
+    """sum w_i H_i / sum w_i of the whole batch, as a mean over ranks. weights (K,) or None"""
     if weights is None:
         return F.cross_entropy(logits, target)
     total = weights[target].sum()
-    mean, = distributed.average([total])
+    mean, = mean_over_ranks([total])
     return F.cross_entropy(logits, target, weights) * (total / mean)
 
 
@@ -94,15 +95,15 @@ class LDAM(Method):
         model.classifier = CosineClassifier(model.classifier.in_features,
                                             model.classifier.out_features)
 
-    def __init__(self, run):
-        super().__init__(run)
-        self.margins = margins(run.counts).float().to(run.device)              # (K,)
-        self.weights = effective_number_weights(run.counts).float().to(run.device)
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.margins = margins(ctx.counts).float().to(ctx.device)              # (K,)
+        self.weights = effective_number_weights(ctx.counts).float().to(ctx.device)
 
     def supervised_loss(self, logits, target, step):
         """The true class must win by its margin; from 80 % of the run on, rare classes weigh more
         (deferred re-weighting: features first, balance later)."""
-        late = step >= 0.8 * self.run.cfg.iters
+        late = step >= 0.8 * self.ctx.cfg.iters
         lowered = logits - F.one_hot(target, logits.shape[1]) * self.margins   # (B, K)
         return weighted_cross_entropy(self.scale * lowered, target, self.weights if late else None)
 
@@ -126,7 +127,7 @@ class CRT(Method):
 
     @staticmethod
     def flags(p):
-        p.add_argument("--crt_iters", type=settings.number(int, 1), help="iterations of the second "
+        p.add_argument("--crt_iters", type=config.number(int, 1), help="iterations of the second "
                        "stage, after the --iters of the first (default: 20 x eval_every)")
 
     @staticmethod
@@ -134,14 +135,14 @@ class CRT(Method):
         cfg.crt_iters = cfg.crt_iters or 20 * cfg.eval_every
         cfg.iters += cfg.crt_iters                   # `iters` in result.json is the sum
 
-    def __init__(self, run):
-        super().__init__(run)
-        self.weights = inverse_frequency_weights(run.counts).float().to(run.device)    # (K,)
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.weights = inverse_frequency_weights(ctx.counts).float().to(ctx.device)    # (K,)
         self.second_stage = False
-        self.milestones = (run.cfg.iters - run.cfg.crt_iters,)
+        self.milestones = (ctx.cfg.iters - ctx.cfg.crt_iters,)
 
     def after_epoch(self, done):
-        cfg, model, ema = self.run.cfg, self.run.model, self.run.ema.model
+        cfg, model, ema = self.ctx.cfg, self.ctx.model, self.ctx.ema.model
         if done not in self.milestones:
             return
         self.second_stage = True
@@ -152,12 +153,12 @@ class CRT(Method):
             for classifier in (model.classifier, ema.classifier):
                 classifier.weight.copy_(torch.from_numpy(fresh))
                 classifier.bias.zero_()
-        self.run.optimizer.state.clear()
+        self.ctx.optimizer.state.clear()
         self.freeze()
 
     def freeze(self):
-        self.run.model.requires_grad_(False).eval()  # eval: BatchNorm's statistics are frozen too
-        self.run.model.classifier.requires_grad_(True)
+        self.ctx.model.requires_grad_(False).eval()  # eval: BatchNorm's statistics are frozen too
+        self.ctx.model.classifier.requires_grad_(True)
 
     def get_extra_state(self):                       # saved with the buffers
         return self.second_stage

@@ -6,6 +6,8 @@ which `open_images` decodes into memory if they fit and otherwise when they are 
 Which images are labeled and in which order they come is data.py's business.
 """
 import os
+import pickle
+import tarfile
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -16,17 +18,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
+from torchvision import datasets
+
+from support import UserError
 
 MEMORY = 2**30       # bytes: pictures that take more than this once decoded stay files
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz",
             "stl10": "stl10_binary.tar.gz", "sun397": "SUN397.tar.gz"}
+# No network, a read-only folder; a file that is torn, mixed up or of another kind.
+BROKEN_ARCHIVE = (OSError, RuntimeError, EOFError, KeyError, ValueError, tarfile.TarError,
+                  pickle.UnpicklingError, zlib.error)
 POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "pictures")      # PIL releases the GIL
-
-
-class DataError(Exception):
-    """One sentence for the user: which file or flag is wrong, and what to do."""
-
 
 # ---------------------------------------------------------------------------------------------
 # .npz files and archives
@@ -38,12 +41,12 @@ def read_npz(path):
     arrays = load_npz(path, "--dataset")
     missing = [k for k in ("x_train", "y_train", "x_test", "y_test") if k not in arrays]
     if missing:
-        raise DataError(f"--dataset: {path} lacks the array {missing[0]}; "
+        raise UserError(f"--dataset: {path} lacks the array {missing[0]}; "
                         f"readers.read_npz says what it must hold")
     for key in [k for k in arrays if k.startswith("x_")]:
         arrays[key] = check_images(arrays[key], f"--dataset: {key} in {path}")
         if arrays[key].shape[1:] != arrays["x_train"].shape[1:]:
-            raise DataError(f"--dataset: {key} in {path} has images of another size than x_train")
+            raise UserError(f"--dataset: {key} in {path} has images of another size than x_train")
     check_labels(arrays, path)
     return arrays
 
@@ -53,7 +56,7 @@ def load_npz(path, flag):
         with np.load(path, allow_pickle=False) as file:
             return {key: file[key] for key in file.files}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{flag}: {path} cannot be read as an .npz file ({error}); write it with "
+        raise UserError(f"{flag}: {path} cannot be read as an .npz file ({error}); write it with "
                         f"numpy.savez") from None
 
 
@@ -61,10 +64,10 @@ def check_images(x, what):
     """uint8, grey or colour -> (N, H, W, 3)"""
     x = x[..., None] if x.ndim == 3 else x
     if x.dtype != np.uint8 or x.ndim != 4 or x.shape[3] not in (1, 3) or len(x) == 0:
-        raise DataError(f"{what} is {x.dtype} {x.shape}, it must be uint8 (N, H, W, 3), or "
+        raise UserError(f"{what} is {x.dtype} {x.shape}, it must be uint8 (N, H, W, 3), or "
                         f"(N, H, W) if grey, with N > 0")
     if min(x.shape[1:3]) < 8:
-        raise DataError(f"{what} has images of {x.shape[1]} x {x.shape[2]} pixels, they must "
+        raise UserError(f"{what} has images of {x.shape[1]} x {x.shape[2]} pixels, they must "
                         f"have at least 8 x 8")
     return x if x.shape[3] == 3 else x.repeat(3, axis=3)
 
@@ -73,31 +76,30 @@ def check_labels(arrays, path):
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
         if y.shape != (len(x),) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
-            raise DataError(f"--dataset: y_{part} in {path} must be {len(x)} class numbers "
+            raise UserError(f"--dataset: y_{part} in {path} must be {len(x)} class numbers "
                             f"from 0, one per image, it is {y.dtype} {y.shape}")
     if arrays["y_test"].max() > arrays["y_train"].max():
-        raise DataError(f"--dataset: y_test in {path} has classes that y_train lacks")
+        raise UserError(f"--dataset: y_test in {path} has classes that y_train lacks")
     empty = np.flatnonzero(np.bincount(arrays["y_train"]) == 0)
     if len(empty):
         names = dict(enumerate(arrays.get("names", ())))
-        raise DataError(f"--dataset: y_train in {path} has no image of class {empty[0]} "
+        raise UserError(f"--dataset: y_train in {path} has no image of class {empty[0]} "
                         f"({names.get(empty[0], 'unnamed')}); number the classes from 0 without "
                         f"a gap")
 
 
 def read_archive(name, data_dir):
     """A dataset of the paper, read and, where it is not there yet, downloaded by torchvision."""
-    from torchvision import datasets
     read = {"stl10": read_stl10, "sun397": read_sun397}.get(name, read_cifar)
     reader = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100,
               "stl10": datasets.STL10, "sun397": datasets.SUN397}[name]
     try:
         return read(reader, data_dir)
-    except Exception as error:  # no network, a broken archive, a read-only folder, ...
-        raise DataError(f"--dataset {name}: {data_dir} holds neither {name}.npz nor a complete "
+    except BROKEN_ARCHIVE as error:
+        raise UserError(f"--dataset {name}: {data_dir} holds neither {name}.npz nor a complete "
                         f"{ARCHIVES[name]}, and the download failed ({type(error).__name__}); "
                         f"put one of them there (and delete what a broken one has left), or use "
-                        f"--dataset synthetic, which needs no file") from None
+                        f"--dataset synthetic, which needs no file") from error
 
 
 def read_cifar(reader, data_dir):
@@ -138,7 +140,7 @@ def list_pictures(path):
     found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES
                    and not p.name.startswith(".") and p.is_file()) if path.is_dir() else [path]
     if not found:
-        raise DataError(f"{path} holds no picture ({' '.join(sorted(SUFFIXES))}); fill it or "
+        raise UserError(f"{path} holds no picture ({' '.join(sorted(SUFFIXES))}); fill it or "
                         f"remove it")
     for _ in POOL.map(check_header, found):
         pass
@@ -148,12 +150,12 @@ def list_pictures(path):
 def check_header(path):
     try:
         Image.open(path).close()
-    except Exception as error:
-        raise broken(path, error) from None
+    except Exception as error:                # PIL raises a dozen kinds
+        raise broken(path, error) from error
 
 
 def broken(path, error):
-    return DataError(f"{path} cannot be read as a picture ({type(error).__name__}); remove or "
+    return UserError(f"{path} cannot be read as a picture ({type(error).__name__}); remove or "
                      f"replace it")
 
 
@@ -168,13 +170,13 @@ def read_folder(folder):
     folder = Path(folder)
     for part in ("train", "test"):
         if not (folder / part).is_dir():
-            raise DataError(f"--dataset {folder}: there is no folder {part} in it; it must hold "
+            raise UserError(f"--dataset {folder}: there is no folder {part} in it; it must hold "
                             f"train/<class>/ and test/<class>/ with pictures, unlabeled/ if you "
                             f"have some")
     train, test = (list_classes(folder / part) for part in ("train", "test"))
     strange = sorted(test.keys() - train.keys())
     if strange or not test:
-        raise DataError(f"--dataset {folder}: test/{strange[0] if strange else '<class>'} has no "
+        raise UserError(f"--dataset {folder}: test/{strange[0] if strange else '<class>'} has no "
                         f"counterpart; name its folders as those in train/")
     names, arrays = list(train), {"names": list(train)}
     for part, classes in (("train", train), ("test", test)):
@@ -189,11 +191,11 @@ def read_folder(folder):
 def read_unknown(path, size):
     """Images to predict: (names, (N, 3, H, W)); from a picture, a folder, or an .npz's array x."""
     if not Path(path).exists():
-        raise DataError(f"--predict {path}: there is no such file or folder")
+        raise UserError(f"--predict {path}: there is no such file or folder")
     if Path(path).suffix == ".npz":
         arrays = load_npz(path, "--predict")
         if "x" not in arrays:
-            raise DataError(f"--predict {path}: it must hold an array x of images (N, H, W, 3)")
+            raise UserError(f"--predict {path}: it must hold an array x of images (N, H, W, 3)")
         x = as_tensor(check_images(arrays["x"], f"--predict: x in {path}"), size)
         return [str(i) for i in range(len(x))], x
     files = as_paths(list_pictures(path))
@@ -230,14 +232,18 @@ def decode(path, size):
     The whole picture is squeezed into the shape of the network's input, as arrays are: a centre
     crop would keep the proportions, but may cut off what the picture shows.
     """
+    image = to_rgb(open_picture(path, size))
+    image = image.resize(size[::-1], Image.Resampling.BILINEAR)            # antialiased; (W, H)
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+
+def open_picture(path, size):
     try:
         with Image.open(path) as image:
             image.draft(None, size[::-1])     # a large JPEG is shrunk while it is being decoded
-            image = to_rgb(ImageOps.exif_transpose(image))
-            image = image.resize(size[::-1], Image.Resampling.BILINEAR)    # antialiased; (W, H)
-            return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+            return ImageOps.exif_transpose(image)
     except Exception as error:                # PIL raises a dozen kinds
-        raise broken(path, error) from None
+        raise broken(path, error) from error
 
 
 def to_rgb(image):
@@ -255,7 +261,7 @@ class Pictures:
     """Files in the guise of a uint8 tensor (N, 3, H, W), decoded by background threads.
 
     `expect(index)` begins, `[index]` collects; what was not expected is decoded then. At most
-    `capacity` pictures are held, which bounds the memory: collected ones go first, then the eldest.
+    `capacity` pictures are held, which bounds the memory: collected ones go first, then the oldest.
     """
 
     def __init__(self, paths, size):

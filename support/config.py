@@ -1,5 +1,5 @@
-"""What a run is told: flags, the defaults that depend on dataset, scale and recipe, the device, and
-how a program ends when it was told something wrong.
+"""Configuration: flags, the defaults that depend on dataset, scale and recipe, the device, and how
+a program ends after a user error.
 """
 import argparse
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-import distributed
+from support import UserError, distributed
 
 # ---------------------------------------------------------------------------------------------
 # defaults: later tables win over earlier ones, a flag on the command line wins over all
@@ -44,13 +44,44 @@ RECIPES = {  # what the paper's text says, what its released code does
 }
 
 
-def resolve(args, base):
-    """Fill the flags that were not given: protocol < dataset < scale < recipe < command line.
+# Flags that the default --out names in a way of its own, and flags that may change on --resume.
+NAMED = ("dataset", "method", "gamma_l", "gamma_u", "reverse_u", "imbalance", "beta", "scale",
+         "recipe", "seed")
+FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir",
+        "dataset_info")
 
-    Only flags that the script has: the tables also speak of those of other scripts.
+
+def read(argv, base, doc=""):
+    """The configuration of a training script of FixMatch or MixMatch with L2AC."""
+    base_flags = {"fixmatch": fixmatch_flags, "mixmatch": mixmatch_flags}[base]
+    return resolve(parser(doc, l2ac_flags, base_flags), argv, base)
+
+
+def resolve(parser, argv, base):
+    """The flags of a command line, complete: those that were not given get their defaults."""
+    given = parser.parse_args(argv)
+    args = fill_defaults(given, base)
+    for key in ("batch_size", "batch_size_u"):
+        if getattr(args, key) % distributed.size():
+            raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by the "
+                            f"{distributed.size()} processes; choose a multiple of their number")
+    if args.out is None:
+        plain = vars(parser.parse_args([])) | {key: getattr(given, key) for key in NAMED}
+        args.out = default_out(args, given, fill_defaults(argparse.Namespace(**plain), base))
+    return args
+
+
+def default_scale(dataset):
+    return "mini" if dataset == "synthetic" else "paper"
+
+
+def fill_defaults(args, base):
+    """Protocol < dataset < scale < recipe < command line.
+
+    Only flags that the script has: the tables also hold those of other scripts.
     """
-    if args.scale is None:
-        args.scale = "mini" if args.dataset == "synthetic" else "paper"
+    args = argparse.Namespace(**vars(args) | {"base": base})         # a copy
+    args.scale = args.scale or default_scale(args.dataset)
     own = "own folder" if Path(args.dataset).is_dir() else "own .npz"
     table = PROTOCOL | DATASETS.get(args.dataset, DATASETS[own])
     if args.scale == "mini":
@@ -58,9 +89,11 @@ def resolve(args, base):
     table |= RECIPES[args.recipe]
     if base == "mixmatch":
         table |= dict(pool="disjoint")               # in the released protocol too
-    counts = [key for key in ("n1", "m1", "gamma_l", "gamma_u", "beta") if getattr(args, key)]
-    if counts:
-        table.pop("ratio", None)                     # classes get counts instead
+    counts = ("n1", "m1", "gamma_l", "gamma_u")
+    if args.ratio is not None:                       # in place of counts
+        table |= dict.fromkeys(counts)
+    elif any(getattr(args, key) is not None for key in (*counts, "beta")):
+        table.pop("ratio", None)                     # counts in its place
     if args.beta is not None:
         if args.n1 or args.m1:
             raise UserError("--beta sets --n1 and --m1; leave these out, or --beta")
@@ -69,23 +102,44 @@ def resolve(args, base):
         if getattr(args, key) is None:
             setattr(args, key, table[key])
     args.batch_size_u = args.batch_size_u or args.batch_size
-    if args.compile and args.method == "full_unroll":
-        raise UserError("--compile does not go with --method full_unroll: torch.compile cannot "
-                        "differentiate twice")
-    for key in ("batch_size", "batch_size_u"):
-        if getattr(args, key) % distributed.size():
-            raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by the "
-                            f"{distributed.size()} processes; choose a multiple of their number")
-    args.base, args.out = base, args.out or default_out(args, base)
     return args
+
+
+def matched(cfg):
+    """Whether the flags say that labeled and unlabeled set are distributed alike."""
+    return cfg.ratio is not None or (
+        cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u)
+
+
+def adaptive_labels(cfg):
+    """Whether the attractor takes part in making pseudo-labels."""
+    return cfg.method != "none" and (
+        cfg.pseudo_from == "adaptive" or cfg.pseudo_from == "auto" and matched(cfg))
+
+
+def default_out(args, given, plain):
+    """runs/<dataset>_<base>_<method>_gl<..>_gu<..>, every other flag that was changed, _s<seed>.
+
+    args: all flags; given: as typed; plain: as they would be with the flags of NAMED alone.
+    The length of a run is not in its name: --resume may make it longer.
+    """
+    gammas = [f"{g:g}" if g else "own" for g in (args.gamma_l, args.gamma_u)]
+    name = f"{Path(args.dataset).resolve().stem}_{args.base}_{args.method}"
+    name += f"_gl{gammas[0]}_gu{gammas[1]}" + ("rev" if args.reverse_u else "")
+    name += "_step" if args.imbalance == "step" else ""
+    name += f"_beta{args.beta:g}" if args.beta is not None else ""
+    name += "" if args.scale == default_scale(args.dataset) else f"_{args.scale}"
+    name += "" if args.recipe == "paper" else f"_{args.recipe}"
+    for key, value in vars(given).items():
+        changed = value is not None and value != getattr(plain, key)
+        if changed and key not in (*NAMED, *FREE, "base"):
+            text = f"{value:g}" if isinstance(value, float) else value
+            name += f"_{key}" if value is True else f"_{key}{text}"
+    return f"runs/{name}_s{args.seed}"
 
 
 # ---------------------------------------------------------------------------------------------
 # flags
-
-
-class UserError(Exception):
-    """One sentence for the user; ends the program with exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,9 +149,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-def number(kind, low, high=math.inf):
-    """An argparse type: int or float within [low, high]."""
+def number(kind, low, high=math.inf, word=None):
+    """An argparse type: int or float within [low, high], or the given word."""
     def parse(text):
+        if text == word:
+            return word
         value = kind(text)
         if not low <= value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
@@ -106,11 +162,8 @@ def number(kind, low, high=math.inf):
     return parse
 
 
-def parser(doc, network):
-    """The flags that all training scripts share; the script adds those of its methods.
-
-    network: the argparse type of --model.
-    """
+def parser(doc, *groups):
+    """The flags that all training scripts share, and those that the functions `groups` add."""
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                allow_abbrev=False, usage="%(prog)s [--flag value ...]", epilog=describe_defaults())
     whole, real, switch = number(int, 1), number(float, 0), argparse.BooleanOptionalAction
@@ -150,7 +203,7 @@ def parser(doc, network):
     add("--decay_bn", action=switch, help="weight decay on BatchNorm's running statistics too **")
 
     add = p.add_argument_group("network").add_argument
-    add("--model", type=network, help="wrn-d-w, as in wrn-28-2, or resnet34 *")
+    add("--model", metavar="NAME", help="wrn-d-w, as in wrn-28-2, or resnet34 *")
     add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
     add("--image_size", type=number(int, 8, 1024), help="images are resized to a square of this "
         "many pixels; None: they stay as they are *")
@@ -166,19 +219,21 @@ def parser(doc, network):
     add("--threads", type=number(int, 0, 1024), default=0, help="of the CPU (0: torch decides)")
     add("--seed", type=number(int, 0, 2**31), default=0,
         help="split, batches, augmentation, initial weights (default: 0)")
-    add("--out", help="run folder (runs/<dataset>_<base>_<method>_gl<..>_gu<..>_s<seed>)")
+    add("--out", help="run folder (default: runs/<dataset>_<base>_<method>_gl<..>_gu<..>_s<seed>, "
+        "with every other flag that was changed)")
     add("--resume", action="store_true", help="continue the run in --out; start if there is none")
     add("--overwrite", action="store_true", help="replace the run in --out")
+    for add_flags in groups:
+        add_flags(p)
     return p
 
 
 def l2ac_flags(p):
     whole, real = number(int, 1), number(float, 0)
     add = p.add_argument_group("L2AC").add_argument
-    add("--method", choices=("l2ac", "none", "attractor", "single_level", "full_unroll"),
-        default="l2ac", help="l2ac (default); none: the plain base method; attractor: theta, phi, "
-        "omega trained jointly on L; single_level: jointly on L + L_bal; full_unroll: omega "
-        "through a step of the whole network")
+    add("--method", choices=("l2ac", "none", "attractor", "single_level"), default="l2ac",
+        help="l2ac (default); none: the plain base method; attractor: theta, phi, omega trained "
+        "jointly on L; single_level: jointly on L + L_bal")
     add("--omega_every", type=whole, help="iterations between omega steps **")
     add("--omega_order", choices=("after", "before"), help="after: theta, phi move first "
         "(Algorithm 1); before: omega first, judged on a virtual step of phi **")
@@ -191,6 +246,28 @@ def l2ac_flags(p):
     add("--hidden", type=whole, help="width of the attractor *")
 
 
+def fixmatch_flags(p):
+    add = p.add_argument_group("FixMatch").add_argument
+    add("--tau", type=number(float, 0, 1), help="confidence from which a pseudo-label counts *")
+    add("--lambda_u", type=number(float, 0), default=1.0,
+        help="weight of the unlabeled loss (default: 1)")
+    add("--n_strong", type=number(int, 1, 16), help="strong views of each unlabeled image *")
+    add("--ra_n", type=number(int, 0, 16), default=3,
+        help="RandAugment: operations per image (default: 3)")
+    add("--ra_m", type=number(float, 0, 30, "random"), metavar="M",
+        help="RandAugment: strength, 0 to 30, or `random`: drawn for each operation *")
+
+
+def mixmatch_flags(p):
+    add = p.add_argument_group("MixMatch").add_argument
+    add("--temperature", type=number(float, 0.1), default=0.5,
+        help="of the sharpening; 1 leaves the guess as it is (default: 0.5)")
+    add("--mix_alpha", type=number(float, 0.01), default=0.75,
+        help="mixup coefficient from Beta(alpha, alpha) (default: 0.75)")
+    add("--lambda_u", type=number(float, 0), default=75.0,
+        help="weight of the unlabeled loss at the end of the run (default: 75)")
+
+
 def describe_defaults():
     def line(name, table):
         return f"  {name}: " + ", ".join(f"{k} {v}" for k, v in table.items())
@@ -199,16 +276,6 @@ def describe_defaults():
     lines += [line("--scale mini", MINI), line("--scale mini, synthetic", MINI_SYNTHETIC)]
     lines += ["** default by recipe:"] + [line(f"--recipe {r}", t) for r, t in RECIPES.items()]
     return "\n".join(lines)
-
-
-def default_out(args, base):
-    dataset = Path(args.dataset).resolve().stem
-    gammas = [f"{g:g}" if g else "own" for g in (args.gamma_l, args.gamma_u)]
-    reverse = "rev" if args.reverse_u else ""
-    study = "_step" if args.imbalance == "step" else ""
-    study += f"_beta{args.beta:g}" if args.beta is not None else ""
-    return (f"runs/{dataset}_{base}_{args.method}_gl{gammas[0]}_gu{gammas[1]}{reverse}{study}"
-            f"_s{args.seed}")
 
 
 def pick_device(args):
@@ -228,23 +295,26 @@ def pick_device(args):
     return torch.device(name, int(os.environ["LOCAL_RANK"]) if several else None)
 
 
-def exit_cleanly(main, *expected):
-    """Run a script's main: expected errors become one sentence on stderr and exit code 2."""
+def exit_cleanly(main):
+    """Run a script's main: user errors become one sentence on stderr and exit code 2.
+
+    Programming errors keep their traceback.
+    """
     try:
         status = main()
         distributed.stop()
         sys.exit(status)
     except BrokenPipeError:                          # `... | head` closed our output
         sys.exit(1)
-    except (UserError, *expected) as error:
-        if distributed.rank():                       # all processes met it, the first one tells
-            sys.exit(2)
-        sentence = str(error)
-    except distributed.LostProcess as error:
+    except UserError as error:
+        if distributed.rank() and not isinstance(error, distributed.LostPeer):
+            sys.exit(2)                              # all ranks met it, rank 0 reports it
         sentence = str(error)
     except torch.OutOfMemoryError:
         sentence = "the device has too little memory; lower --batch_size or take a smaller --model"
     except OSError as error:                         # disk full, no permission, ...
+        if error.errno is None:                      # raised by code, not by the system
+            raise
         sentence = f"{error.strerror} ({error.filename}); what was saved before is intact"
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
     sys.exit(2)

@@ -1,12 +1,12 @@
 """The run folder: config.json, log.csv, last.pt, prev.pt, result.json.
 
-One process at a time is in it. Every file is written beside the old one, synced and renamed, so a
-crash or a full disk leaves what was there; a checkpoint holds tensors and plain Python types only.
+It is locked, so that two runs never share it. Every file is written beside the old one, synced and
+renamed, so a crash or a full disk leaves what was there. A checkpoint holds tensors and plain
+Python types only; loading one never runs code.
 """
 import contextlib
 import io
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-import distributed
-from settings import UserError
+from support import UserError, distributed
+from support.config import FREE
 
 try:
     import fcntl
@@ -25,20 +25,14 @@ except ImportError:                                  # Windows: there a run fold
     fcntl = None
 
 FILES = ("config.json", "log.csv", "last.pt", "prev.pt", "damaged.pt", "result.json")
-FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir", "facts")
 CONTENTS = {"step": int, "config": dict, "history": list, "model": dict, "ema": dict}   # of last.pt
 
 
-def open_run(args, schedule=True):
-    """(folder, checkpoint or None) of --out. Refuses to touch another run; changes no file yet.
+def find(args, folder, resizable):
+    """The checkpoint to continue from, or None. Refuses to touch another run; writes nothing yet.
 
-    schedule: something in the run is a fraction of --iters, so --resume cannot make it longer.
+    resizable: --resume may change --iters, because no schedule in the run depends on it.
     """
-    folder = Path(args.out)
-    return folder, distributed.from_first(lambda: find_checkpoint(args, folder, schedule))
-
-
-def find_checkpoint(args, folder, schedule):
     if args.resume and args.overwrite:
         raise UserError("--resume and --overwrite exclude each other; give one of them")
     lock(folder)
@@ -46,9 +40,9 @@ def find_checkpoint(args, folder, schedule):
     if held and not (args.resume or args.overwrite):
         raise UserError(f"--out {folder} already holds a run ({held[0]}); add --resume to continue "
                         f"it, --overwrite to replace it, or choose another --out")
-    checkpoint = load_checkpoint(folder) if args.resume else None
+    checkpoint = load(folder) if args.resume else None
     if checkpoint:
-        check_same_run(checkpoint, vars(args), folder, schedule)
+        check_same_run(checkpoint, vars(args), folder, resizable)
     elif args.resume and {"log.csv", "result.json"} & set(held):
         raise UserError(f"--resume: {folder} holds results but no checkpoint to continue from; "
                         f"choose another --out, or --overwrite them")
@@ -83,17 +77,17 @@ def cannot_write(folder, error):
     return UserError(f"--out {folder} cannot be written ({error.strerror}); choose another folder")
 
 
-def check_same_run(checkpoint, now, folder, schedule):
+def check_same_run(checkpoint, now, folder, resizable):
     saved = checkpoint["config"]
     if saved.keys() != now.keys():
         raise UserError(f"--out {folder} holds a run of another script or version, whose flags are "
                         f"others; resume it with that one, or choose another --out")
-    keys = saved.keys() - set(FREE) | ({"iters"} if schedule else set())
-    for key in sorted(keys, key=lambda k: (k != "dataset", k)):      # it drags others along
+    keys = saved.keys() - set(FREE) | (set() if resizable else {"iters"})
+    for key in sorted(keys, key=lambda k: (k != "dataset", k)):      # others follow from it
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
-    if saved["facts"] != now["facts"]:
+    if saved["dataset_info"] != now["dataset_info"]:
         raise UserError(f"--dataset {now['dataset']} has other classes, colours or sizes than when "
                         f"the run in {folder} began; restore it, or choose another --out")
     if checkpoint["step"] > now["iters"]:
@@ -116,7 +110,7 @@ def write(path, content, keep=None):
     The file that was there is kept under the name `keep`, if one is given.
     """
     if distributed.rank():
-        return                                       # the first process writes for all
+        return                                       # rank 0 writes for all
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -143,13 +137,12 @@ def write_json(path, content):
 
 def write_log(folder, history):
     """log.csv from all evaluations so far; on resume this also cuts off later rows."""
-    names = list(history[-1]) if history else []     # older rows may lack a column
-    lines = [",".join(names)] if history else []
-    lines += [",".join(f"{row.get(name, math.nan):.6g}" for name in names) for row in history]
+    lines = [",".join(history[0])] if history else []
+    lines += [",".join(f"{value:.6g}" for value in row.values()) for row in history]
     write(folder / "log.csv", "".join(f"{x}\n" for x in lines).encode())
 
 
-def save_checkpoint(folder, parts, **plain):
+def save(folder, parts, **plain):
     """last.pt, the one before it kept as prev.pt. Tensors and plain Python types only.
 
     parts: {name: anything with a state_dict}.
@@ -163,26 +156,40 @@ def save_checkpoint(folder, parts, **plain):
 def restore(folder, checkpoint, parts, cfg):
     """Put a checkpoint (or None) back into its parts; (step, seconds, history) to go on from.
 
-    Only now that everything fits, files of the folder are touched.
+    Files of the folder are touched only now, after everything fits.
     """
     step, seconds, history = 0, 0.0, []
-    try:
-        if checkpoint:
-            step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
-            shorter = step == checkpoint["config"]["iters"] < cfg.iters
-            if shorter and step % cfg.eval_every:
-                history.pop()                        # its last row is off the grid of this run
-            for name, part in parts.items():
+    if checkpoint:
+        check_contents(folder, checkpoint, parts)
+        step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
+        longer = step == checkpoint["config"]["iters"] < cfg.iters
+        if longer and step % cfg.eval_every:
+            history.pop()                            # its last row is off the grid of this run
+        for name, part in parts.items():
+            try:
                 part.load_state_dict(checkpoint[name])
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise UserError(f"--resume: {folder / checkpoint['file']} does not fit this command or "
-                        f"these data ({type(error).__name__}); call the script that made the run, "
-                        f"or choose another --out") from None
-    distributed.from_first(lambda: prepare(folder, checkpoint, history, cfg))
+            except (RuntimeError, ValueError) as error:      # names, shapes, parameter groups
+                raise does_not_fit(folder, checkpoint, f"{name}: {error}") from error
+    distributed.broadcast_from_rank0(lambda: prepare(folder, checkpoint, history, cfg))
     return step, seconds, history
 
 
+def check_contents(folder, checkpoint, parts):
+    missing = {"step", "seconds", "history", *parts} - checkpoint.keys()
+    if missing:
+        raise does_not_fit(folder, checkpoint, f"it lacks {sorted(missing)[0]}")
+
+
+def does_not_fit(folder, checkpoint, why):
+    return UserError(f"--resume: {folder / checkpoint['file']} does not fit this command or these "
+                     f"data ({why.splitlines()[0]}); call the script that made the run, or choose "
+                     f"another --out")
+
+
 def prepare(folder, checkpoint, history, cfg):
+    """Make the folder ready for training. That of a finished run is left as it is."""
+    if checkpoint and checkpoint["step"] == cfg.iters and (folder / "result.json").exists():
+        return
     try:
         for name in FILES if cfg.overwrite else ():
             (folder / name).unlink(missing_ok=True)
@@ -195,41 +202,22 @@ def prepare(folder, checkpoint, history, cfg):
         raise cannot_write(folder, error) from None
 
 
-def load_checkpoint(folder):
+def load(folder):
     """The newest checkpoint that can be read, or None where there is none at all."""
     problems = []
     for path in [folder / n for n in ("last.pt", "prev.pt") if (folder / n).exists()]:
         try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # never runs code
-            if all(isinstance(checkpoint[key], kind) for key, kind in CONTENTS.items()):
-                for problem in problems:
-                    print(f"WARNING: {problem}; falling back to {path}", file=sys.stderr)
-                return checkpoint | {"file": path.name}
-            problem = "not a checkpoint of ours"
+            state = torch.load(path, map_location="cpu", weights_only=True)       # never runs code
         except Exception as error:                   # torch.load raises a dozen kinds
-            problem = type(error).__name__
-        problems.append(f"{path} cannot be used ({problem})")
+            problems.append(f"{path} cannot be used ({type(error).__name__})")
+            continue
+        if isinstance(state, dict) and all(isinstance(state.get(key), kind)
+                                           for key, kind in CONTENTS.items()):
+            for problem in problems:
+                print(f"WARNING: {problem}; falling back to {path}", file=sys.stderr)
+            return state | {"file": path.name}
+        problems.append(f"{path} cannot be used (it is not a checkpoint of this project)")
     if problems:
         raise UserError(f"{' and '.join(problems)}; the run has to start again, in another --out "
                         f"or with --overwrite")
     return None
-
-
-def peak_memory_mb(device):
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    status = Path("/proc/self/status")               # Linux; getrusage would count the parent's too
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(x.split()[1]) / 1024 for x in lines if x.startswith("VmHWM:")), None)
-
-
-def finish(cfg, folder, mean, count, seconds, device):
-    """result.json and the last line on the screen, from evaluate.mean_of_last."""
-    result = {key: getattr(cfg, key) for key in ("method", "base", "dataset", "gamma_l", "gamma_u",
-                                                 "reverse_u", "imbalance", "beta", "seed", "iters",
-                                                 "scale", "recipe")}
-    result |= mean | {"evaluations": count, "sec_per_iter": seconds / cfg.iters,
-                      "peak_memory_mb": peak_memory_mb(device)}
-    write_json(folder / "result.json", result | versions())
-    print(f"\n{cfg.method}: bACC {mean['bacc']:.2f}  GM {mean['gm']:.2f}  "
-          f"(mean of the last {count} evaluations; files in {folder})")

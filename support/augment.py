@@ -1,0 +1,250 @@
+"""
+Augmentation: uint8 batch -> weak and strong views, drawn independently for each image.
+
+    weak    random crop with zero padding, horizontal flip, normalise
+    strong  RandAugment(n, m) on the uint8 image, then as weak, then Cutout
+
+A data loader would do this image by image in PIL. Here the whole batch is processed at once, on its
+device. Random draws and arithmetic on per-image parameters are NumPy on the host, so the views are
+the same on every device and the host never waits for a GPU. Pixels are changed by torch on the
+device, and the results equal PIL's to the last grey level (tests/test_augment.py).
+
+RandAugment is the variant of the DARP and L2AC code: sixteen operations, none of them ever
+skipped. A low level is not a mild one: at level 4, Posterize keeps a single bit.
+"""
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+# Operation: strength at level 0 and at level 30, linear in between. Do not reorder: a random draw
+# is a position in this table, and FAMILY counts neighbours.
+OPS = {
+    "AutoContrast": (0, 0), "Equalize": (0, 0), "Invert": (0, 0),
+    "Posterize": (0, 4),                                  # bits kept, at least one
+    "Solarize": (0, 256),                                 # invert from this grey level on
+    "SolarizeAdd": (0, 110),                              # add this, then solarize at 128
+    "Brightness": (0.1, 1.9),                             # factor, 1 is the original
+    "Rotate": (0, 30),                                    # degrees
+    "ShearX": (0, 0.3), "ShearY": (0, 0.3),               # pixels per pixel
+    "TranslateX": (0, 100), "TranslateY": (0, 100),       # pixels, when the smaller side has 32
+    "Box": (0, 40),                                       # side of a grey square, likewise
+    "Contrast": (0.1, 1.9), "Color": (0.1, 1.9), "Sharpness": (0.1, 1.9),   # factors
+}
+NAMES = list(OPS)
+LO, HI = np.array(list(OPS.values()), dtype=float).T      # (16,) each
+# operations that are computed together: FIXED is Invert to Brightness, MOVE Rotate to TranslateY
+AUTO, EQUAL, FIXED, MOVE, BOX, CONTRAST, COLOR, SHARP = range(8)
+FAMILY = np.repeat(np.arange(8), (1, 1, 5, 5, 1, 1, 1, 1))             # (16,)
+IN_PIXELS = np.isin(NAMES, ["TranslateX", "TranslateY", "Box"])
+BOX_COLOUR = np.array([125, 123, 114], np.uint8).reshape(3, 1, 1)
+LUMA = np.array([19595, 38470, 7471], np.float32).reshape(3, 1, 1) / 65536   # ITU-R 601, as in PIL
+
+
+# ---- the two views ----------------------------------------------------------------------------
+class Normalise:
+    """uint8 (N, 3, H, W) -> (x / 255 - mean) / std, float32, channels_last."""
+    def __init__(self, mean, std, device="cpu"):
+        mean, std = (np.array(v, dtype=np.float32).reshape(3, 1, 1) for v in (mean, std))
+        self.scale = torch.from_numpy(1 / (255 * std)).to(device)
+        self.shift = torch.from_numpy(-mean / std).to(device)
+
+    def __call__(self, x, keep=None):
+        x = (x * self.scale).add_(self.shift)
+        if keep is not None:                              # (N, 1, H, W), 0 where Cutout cuts
+            x.mul_(keep)
+        # last, because broadcasting (3, 1, 1) over channels_last is ten times slower on a CPU
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+def weak(x, rng, normalise, shard=(0, 1), cutout=False):
+    """x: (N, 3, H, W) uint8, rng: numpy Generator -> (N, 3, H, W) float32, channels_last.
+    shard=(rank, size): x is this rank's part of a batch of N * size images. Every rank draws for
+    the whole batch and keeps its own part, so a view does not depend on the number of ranks."""
+    (N, _, h, w), (rank, size) = x.shape, shard
+    mine, i, j = slice(rank * N, (rank + 1) * N), np.arange(h), np.arange(w)
+
+    # zero-pad by an eighth of the smaller side (4 at 32), crop H x W, mirror with p = 0.5
+    pad = min(h, w) // 8
+    top, left = rng.integers(2 * pad + 1, size=(2, N * size))[:, mine, None]     # (N, 1) each
+    flip = rng.random(N * size)[mine, None] < 0.5
+    row = (top + i) * (w + 2 * pad)                       # (N, H), its first pixel once padded
+    column = left + np.where(flip, j[::-1], j)            # (N, W)
+    source = to_device(row[:, None, :, None], x) + to_device(column[:, None, None], x)
+    source = source.flatten(2).expand(-1, 3, -1)          # (N, 3, H * W)
+    x = F.pad(x, (pad, pad, pad, pad)).flatten(2).gather(2, source).view_as(x)
+    if not cutout:
+        return normalise(x)
+
+    # a square of half the smaller side (16 at 32), centred anywhere in the image
+    half = min(h, w) // 4
+    cy = rng.integers(h, size=N * size)[mine, None]       # (N, 1)
+    cx = rng.integers(w, size=N * size)[mine, None]
+    row = np.float32((cy - half <= i) & (i < cy + half))  # floats: faster than bool on a CPU
+    column = np.float32((cx - half <= j) & (j < cx + half))
+    return normalise(x, 1 - to_device(row[:, None, :, None], x) * to_device(column[:, None, None], x))
+
+
+def strong(x, rng, normalise, n=3, m=4, shard=(0, 1)):
+    """As weak, with n random operations of level m (0 to 30) before and Cutout after.
+    m="random": a separate level from [0, 30) for every image and operation."""
+    x = randaugment(x, *draw_randaugment(x.shape, rng, n, m, shard))
+    return weak(x, rng, normalise, shard, cutout=True)
+
+
+def to_device(a, x):
+    """NumPy array -> tensor on the device of x. On CUDA without blocking, which would wait for all
+    work queued on the GPU; `a` may then be freed at once, other devices do not promise that."""
+    return torch.from_numpy(a).to(x.device, non_blocking=x.device.type == "cuda")
+
+
+# ---- RandAugment ------------------------------------------------------------------------------
+def draw_randaugment(shape, rng, n, m, shard):
+    """-> operations (n, N), signed strengths (n, N), box centres (2, n, N) as fractions of W, H."""
+    (N, _, h, w), (rank, size) = shape, shard
+    op = rng.integers(len(OPS), size=(n, N * size))
+    level = rng.uniform(0, 30, size=op.shape) if m == "random" else m
+    v = LO[op] + level / 30 * (HI - LO)[op]
+    v = np.where(IN_PIXELS[op], v * min(h, w) / 32, v)
+    v = np.where((FAMILY[op] == MOVE) & (rng.random(op.shape) < 0.5), -v, v)
+    centre = rng.random((2, *op.shape))
+    mine = slice(rank * N, (rank + 1) * N)
+    return op[:, mine], v[:, mine], centre[:, :, mine]
+
+
+def randaugment(x, op, v, centre):
+    """x (N, 3, H, W) uint8 and n layers of draws, as draw_randaugment returns them -> the new x.
+    In each layer the images are sorted by operation: a family is then a slice whose bounds the host
+    knows. Whatever does not depend on pixels is made for all layers at once."""
+    if not len(op):
+        return x
+    order = np.argsort(op, axis=1, kind="stable")         # (n, N), place -> image
+    place = np.argsort(order, axis=1)                     # (n, N), image -> place
+    # from the input's order to that of layer 0, from there to that of layer 1, ..., and back
+    steps = [order[0], *(p[o] for p, o in zip(place, order[1:])), place[-1]]
+    *steps, last = to_device(np.stack(steps), x).unbind()                 # (N,) each
+    op, v, cx, cy = (np.take_along_axis(a, order, 1) for a in (op, v, *centre))
+    family = FAMILY[op]                                   # (n, N), ascending in every layer
+    sizes = (family[..., None] == np.arange(8)).sum(1)    # (n, 8)
+    fixed, move, box, enh = family == FIXED, family == MOVE, family == BOX, family >= CONTRAST
+    tables = fixed_tables(op[fixed], v[fixed], x).split(sizes[:, FIXED].tolist())
+    source = source_map(op[move], v[move], x).split(sizes[:, MOVE].tolist())
+    covered = box_mask(v[box], cx[box], cy[box], x).split(sizes[:, BOX].tolist())
+    factor = to_device(np.float32(v[enh])[:, None, None, None], x).split(enh.sum(1).tolist())
+    for i, (auto, equal, fixed, move, box, contrast, color, sharp) in enumerate(sizes.tolist()):
+        x = x.index_select(0, steps[i])                   # a copy: families are changed in place
+        tabled, moved, boxed, enhanced = x.split(
+            [auto + equal + fixed, move, box, contrast + color + sharp])
+        if len(tabled):
+            look_up(tabled, auto, equal, tables[i])
+        if move:                                          # read through a black frame, 1 pixel wide
+            framed = F.pad(moved, (1, 1, 1, 1)).flatten(2)
+            torch.gather(framed, 2, source[i], out=moved.view(move, 3, -1))
+        if box:
+            torch.where(covered[i], to_device(BOX_COLOUR, x), boxed, out=boxed)
+        if len(enhanced):
+            enhance(enhanced, contrast, color, factor[i])
+    return x.index_select(0, last)
+
+
+def apply_op(x, name, strength, centre=(0.5, 0.5)):
+    """One operation on all images, its strength signed and in its own unit. For the tests."""
+    v = np.broadcast_to(np.asarray(strength, dtype=float), (1, len(x)))
+    centre = np.broadcast_to(np.reshape(centre, (2, 1, -1)), (2, 1, len(x)))
+    return randaugment(x, np.full((1, len(x)), NAMES.index(name)), v, centre)
+
+
+def fixed_tables(op, v, x):
+    """Invert to Brightness: (K,) operations and strengths -> (K, 3, 256) uint8 look-up tables."""
+    i, v = np.arange(256), v[:, None]
+    posterize, solarize_add, brightness = (
+        op == NAMES.index(name) for name in ("Posterize", "SolarizeAdd", "Brightness"))
+    table = np.where(i < v, i, 255 - i)                   # Solarize; Invert, its v being 0
+    table[posterize] = i & (256 - (256 >> np.maximum(v[posterize].astype(int), 1)))
+    added = np.minimum(i + v[solarize_add], 255).astype(int)
+    table[solarize_add] = np.where(added < 128, added, 255 - added)
+    table[brightness] = np.minimum(np.float32(i) * np.float32(v[brightness]), 255)
+    return to_device(table.astype(np.uint8)[:, None], x).expand(-1, 3, -1)
+
+
+def look_up(x, auto, equal, tables):
+    """x (k, 3, H, W) <- table[x], in place: the first `auto` images through AutoContrast's tables,
+    the next `equal` through Equalize's, the others through the given ones."""
+    pixels = x.view(len(x), 3, -1)                        # (k, 3, H * W)
+    index = pixels.long()
+
+    # AutoContrast maps darkest..brightest, in each channel, to 0..255. It takes double precision to
+    # truncate as PIL does; mps has none and may be 1 off.
+    levels = to_device(np.arange(256, dtype="f4" if x.device.type == "mps" else "f8"), x)
+    stretch = pixels[:auto]
+    lo, hi = stretch.amin(2, keepdim=True), stretch.amax(2, keepdim=True)
+    scale = levels[255:] / (hi - lo)                      # 255 / ... would round a reciprocal
+    stretched = levels * scale - lo * scale               # (auto, 3, 256)
+
+    # Equalize maps a level to the number of darker pixels, in steps. Not with bincount, which waits
+    # for the GPU. float32 counts exactly, and may divide by zero.
+    flatten = index[auto:auto + equal]
+    count = torch.zeros(equal, 3, 256, device=x.device)
+    count.scatter_add_(2, flatten, torch.ones_like(flatten, dtype=torch.float32))
+    darker = count.cumsum(2).sub_(count)
+    step = darker.gather(2, flatten.amax(2, keepdim=True)) // 255         # brightest level excluded
+    equalized = (darker + step // 2) // step              # (equal, 3, 256)
+
+    # Channels with nothing to stretch were divided by zero; like PIL, leave them as they are.
+    made = torch.cat([stretched, equalized])
+    made = torch.where(made < torch.inf, made, levels).clamp_(0, 255).byte()
+    torch.gather(torch.cat([made, tables]), 2, index, out=pixels)
+
+
+def source_map(op, v, x):
+    """Rotate to TranslateY: (K,) operations and strengths -> (K, 3, H * W) int64, the pixel of the
+    framed image (H + 2, W + 2) that each pixel copies. In PIL's fixed point: units of 1/65536
+    pixel, rounded where PIL rounds."""
+    h, w = x.shape[2:]
+    ops = np.flatnonzero(FAMILY == MOVE)[:, None]         # (5, 1)
+    rotate, shear_x, shear_y, right, down = np.where(op == ops, v, 0.0)   # (K,) each
+    angle = -np.radians(rotate % 360)
+    cos, sin = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)
+    # PIL translates in floating point; a whole number of pixels makes the two agree
+    right, down = np.floor(right + 0.5), np.floor(down + 0.5)
+    # (x, y) copies (a x + b y + c, d x + e y + f)
+    a, b, c = cos, sin + shear_x, w / 2 - cos * w / 2 - sin * h / 2 + right
+    d, e, f = shear_y - sin, cos, h / 2 + sin * w / 2 - cos * h / 2 + down
+    # half a step in x and in y: PIL looks where the centre of the output pixel comes from
+    matrix = np.stack([a, b, c + a / 2 + b / 2, d, e, f + d / 2 + e / 2], axis=1)
+    matrix = np.floor(matrix * 65536 + 0.5).astype(np.int32).reshape(-1, 2, 3)
+    matrix[:, :, 2] += 65536                              # the frame moves the image by a pixel
+    along = matrix[:, :, :1] * np.arange(w, dtype=np.int32) + matrix[:, :, 2:]   # (K, 2, W)
+    down = matrix[:, :, 1:2] * np.arange(h, dtype=np.int32)                      # (K, 2, H)
+    x, y = ((to_device(along[:, :, None], x) + to_device(down[..., None], x)) >> 16).unbind(1)
+    # (K, H, W) each; what lies beyond the frame is as black as the frame
+    source = y.clamp_(0, h + 1) * (w + 2) + x.clamp_(0, w + 1)
+    return source.view(-1, 1, h * w).long().expand(-1, 3, -1)
+
+
+def box_mask(v, cx, cy, x):
+    """Sides (K,) in pixels, centres (K,) as fractions of W and H -> (K, 1, H, W) bool."""
+    h, w = x.shape[2:]
+    top = np.floor(np.maximum(cy * h - v / 2, 0))[:, None]
+    left = np.floor(np.maximum(cx * w - v / 2, 0))[:, None]
+    # <= at both ends: PIL's rectangle includes its last row and column
+    row = (top <= np.arange(h)) & (np.arange(h) <= top + v[:, None])      # (K, H)
+    column = (left <= np.arange(w)) & (np.arange(w) <= left + v[:, None])         # (K, W)
+    return to_device(row[:, None, :, None], x) & to_device(column[:, None, None], x)
+
+
+def enhance(x, contrast, color, factor):
+    """PIL's ImageEnhance, in place: x (k, 3, H, W) <- base + factor * (x - base), clipped and
+    truncated. The first `contrast` images get Contrast, the next `color` Color, others Sharpness."""
+    toned, sharp = x.split([contrast + color, len(x) - contrast - color])
+    # Color's base is the grey of each pixel, Contrast's their mean. LUMA holds multiples of 2^-16:
+    # float32 is exact.
+    grey = (toned * to_device(LUMA, x)).sum(1, keepdim=True).add_(0.5).floor_()  # (k, 1, H, W)
+    flat = grey[:contrast]
+    flat.copy_(flat.mean((2, 3), keepdim=True).add_(0.5).floor_())
+    # Sharpness: a 3 x 3 mean whose centre has weight 5, rounded. PIL keeps the edge pixels.
+    inner = sharp[:, :, 1:-1, 1:-1]
+    total = sharp.float().unfold(2, 3, 1).sum(-1).unfold(3, 3, 1).sum(-1).add_(inner, alpha=4)
+    smooth = total.add_(6.5).div_(13).floor_()
+    factors = factor.split([len(toned), len(sharp)])
+    for part, base, f in zip((toned, inner), (grey, smooth), factors):
+        part.copy_((part - base).mul_(f).add_(base).clamp_(0, 255))

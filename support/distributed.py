@@ -1,0 +1,142 @@
+"""One run over several processes (ranks). Each works on its local batch; all hold the same weights.
+
+    torchrun --standalone --nproc_per_node 4 train_fixmatch.py --dataset cifar10
+
+--batch_size stays global. Batches and views are functions of (seed, step), so every rank can draw
+the global batch and keep its slice. What has to travel are means: of gradients, of the constants of
+the omega step, of the numbers in the log. The slices have equal size, so the mean of their means is
+the mean over the batch, and N ranks compute what one computes, up to rounding and except for
+BatchNorm on a CPU, which normalises each local batch by itself (SyncBatchNorm needs CUDA).
+
+With one rank every function here returns what it was given. The CUDA path (nccl, SyncBatchNorm)
+is untested: no GPU was at hand.
+"""
+import os
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from support import UserError
+
+TIMEOUT = timedelta(seconds=60)      # a rank that is silent for longer is taken for dead
+host_group = None                    # all ranks over gloo, for work that does not involve a GPU
+
+
+class LostPeer(UserError):
+    """This rank is well, another one is not. The only user error that every rank reports."""
+
+
+def rank():
+    return int(os.environ.get("RANK", 0)) if size() > 1 else 0
+
+
+def size():
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(device):
+    """Join the process group. Returns (rank, size)."""
+    if size() > 1 and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if rank():
+            sys.stdout = open(os.devnull, "w")               # only rank 0 prints
+        with peer_errors():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+            global host_group
+            host_group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+    return rank(), size()
+
+
+def stop():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def peer_errors():
+    """Around every collective: what it raises when another rank has died becomes one sentence."""
+    try:
+        yield
+    except RuntimeError as error:                            # gloo has no class of its own for it
+        raise LostPeer(
+            f"rank {rank()} of {size()}: another process of this run is dead or was silent for "
+            f"{TIMEOUT.seconds} s ({str(error).splitlines()[0][:120]}); what was saved before is "
+            f"intact, start all of them again with --resume") from error
+
+
+def local_slice(batch, rank, size):
+    """This rank's slice of an array or tensor whose first axis is the global batch."""
+    n = len(batch) // size
+    return batch[rank * n:(rank + 1) * n]
+
+
+def all_gather(x):
+    """The local batches (n, ...) of all ranks, in order: (n * size, ...). No gradient passes."""
+    if size() == 1:
+        return x
+    whole = x.new_empty((size() * len(x), *x.shape[1:]))
+    with peer_errors():
+        dist.all_gather(list(whole.chunk(size())), x.detach().contiguous())
+    return whole
+
+
+def mean_over_ranks(tensors):
+    """The means of the tensors, in one message."""
+    if size() == 1:
+        return list(tensors)
+    flat = torch.cat([t.detach().flatten() for t in tensors])
+    with peer_errors():
+        dist.all_reduce(flat)
+    parts = (flat / size()).split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors)]
+
+
+def sync_gradients(*modules):
+    """Average the gradients over ranks, in place and in one message, and BatchNorm's running
+    statistics with them."""
+    if size() == 1:
+        return
+    tensors = [p.grad for m in modules for p in m.parameters() if p.grad is not None]
+    tensors += [b for m in modules if m.training for b in m.buffers() if b.is_floating_point()]
+    with torch.no_grad():
+        for tensor, mean in zip(tensors, mean_over_ranks(tensors)):
+            tensor.copy_(mean)
+
+
+def broadcast_from_rank0(function):
+    """function() of rank 0, for all: what it returns, or what it raises."""
+    if size() == 1:
+        return function()
+    box = [None, None]
+    if rank() == 0:
+        try:
+            box[0] = function()
+        except Exception as error:
+            box[1] = error
+    with peer_errors():
+        dist.broadcast_object_list(box, group=host_group)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+def rank0_first(function):
+    """function() on every rank, rank 0 ahead of the others: they find what it has downloaded."""
+    ahead = []
+    broadcast_from_rank0(lambda: ahead.append(function()))
+    return ahead[0] if ahead else function()
+
+
+def any_rank(*conditions):
+    """For each condition, whether it holds on at least one rank: all ranks then act alike."""
+    if size() == 1:
+        return conditions
+    flags = torch.tensor([float(c) for c in conditions])
+    with peer_errors():                                      # over gloo: nothing waits for a GPU
+        dist.all_reduce(flags, dist.ReduceOp.MAX,
+                        host_group if dist.get_backend() == "nccl" else None)
+    return tuple(flags.bool().tolist())

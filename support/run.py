@@ -1,0 +1,291 @@
+"""A training run as its loop sees it: set-up, bookkeeping after each iteration, end.
+
+    run = Run(cfg)                            device, ranks
+    start = run.open(dataset, ..., parts)     lock --out, restore a checkpoint, print the settings
+    if run.after_step(step, judge, ...):      log, finite check, evaluation, checkpoint, stop request
+    run.finish(...)                           result.json
+
+Its files are in checkpoint.py, its flags in config.py. No loss, no `if method ==`.
+"""
+import math
+import shutil
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from support import UserError, checkpoint, config, distributed
+
+
+class Run:
+    def __init__(self, cfg, on_step=None):
+        """on_step(step, losses) is called after every iteration, for benchmarks and tests."""
+        self.cfg, self.on_step = cfg, on_step
+        self.device = config.pick_device(cfg)
+        self.rank, self.size = distributed.start(self.device)
+        self.mean_over_ranks = distributed.mean_over_ranks if self.size > 1 else list
+
+    def open(self, dataset, index_l, index_u, parts, resizable=False, milestones=()):
+        """Take --out and restore what it holds. Returns the step to start from.
+
+        parts: {name: module, optimizer, ...}, everything that a checkpoint must hold
+        resizable: --resume may change --iters, because no schedule depends on it
+        milestones: iterations to evaluate after, besides every --eval_every
+        """
+        self.cfg.dataset_info = dataset.info
+        self.folder, self.milestones = Path(self.cfg.out), milestones
+        self.averages, self.guard = Averages(self.device), NaNGuard()
+        self.parts = parts | {"averages": self.averages}
+        found = distributed.broadcast_from_rank0(
+            lambda: checkpoint.find(self.cfg, self.folder, resizable))
+        self.start, seconds, self.history = checkpoint.restore(self.folder, found, self.parts,
+                                                               self.cfg)
+        print_start(self.cfg, dataset, index_l, index_u, parts["model"], self.device)
+        self.progress = Progress(self.start, self.cfg.iters, seconds)
+        return self.start
+
+    def sync_gradients(self, *modules):
+        """Average the gradients of the local batches over ranks."""
+        if self.size > 1:
+            distributed.sync_gradients(*modules)
+
+    def join_ranks(self, *parts):
+        """Local batches -> the global batch: each part's rows of all ranks, the parts end to end."""
+        if self.size > 1:
+            parts = [distributed.all_gather(part) for part in parts]
+        return torch.cat(parts)
+
+    def local_rows(self, x, *sizes):
+        """This rank's rows of a global batch that join_ranks made of parts of these sizes."""
+        if self.size == 1:
+            return x
+        parts = x.split([size * self.size for size in sizes])
+        return torch.cat([part.chunk(self.size)[self.rank] for part in parts])
+
+    def after_step(self, step, judge, y_u, mask, true_u, **losses):
+        """Everything that follows an iteration. Returns whether the loop has to stop.
+
+        judge(): evaluates; returns columns for log.csv
+        y_u, mask, true_u (U,): pseudo-labels, which of them count, true labels or -1
+        losses: scalars by name; those of Averages go into the log, all have to be finite
+        """
+        done = step + 1
+        losses = {name: x.detach() for name, x in losses.items() if x is not None}
+        self.averages.add(y_u, mask, true_u, **losses)
+        self.guard.add(step, losses)
+        if self.on_step:
+            self.on_step(step, losses)
+        if self.progress.due():
+            self.progress.show(done, self.averages.means())
+        # Reading the losses would wait for a GPU: there they are checked before a checkpoint only.
+        stop, diverged = stop_signal.requested, self.device.type == "cpu" and self.guard.flush()
+        if self.size > 1:
+            stop, diverged = distributed.any_rank(stop, diverged)
+        if diverged:
+            self.guard.fail()
+        on_grid = done % self.cfg.eval_every == 0 or done in self.milestones
+        if on_grid or done == self.cfg.iters:
+            self.evaluate(done, judge, on_grid)
+        elif stop:
+            self.progress.pause()
+            self.save(done)
+        if stop and done < self.cfg.iters:
+            print(f"\nstopped after iteration {done}; the same command with --resume goes on")
+            return True
+        return False
+
+    def evaluate(self, done, judge, on_grid):
+        self.progress.pause()
+        row = {"iter": done} | self.averages.means(self.mean_over_ranks) | judge()
+        self.history.append(row | {"it_per_s": self.progress.rate(done)})
+        if on_grid:             # a last row off the grid is dropped if the run is made longer
+            self.averages.reset()
+        self.save(done)
+        checkpoint.write_log(self.folder, self.history)
+        self.progress.row(self.history[-1])
+        self.progress.begin()
+
+    def save(self, done):
+        """A checkpoint, but never of weights that are not finite."""
+        modules = [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
+        self.guard.check(done, *modules)
+        checkpoint.save(self.folder, self.parts, step=done, seconds=self.progress.seconds,
+                        history=self.history, config=vars(self.cfg))
+
+    def finish(self, mean, evaluations):
+        """result.json and the last line on the screen. mean: evaluate.mean_of_last"""
+        keys = ("method", "base", "dataset", "gamma_l", "gamma_u", "reverse_u", "imbalance", "beta",
+                "seed", "iters", "scale", "recipe")
+        path, trained = self.folder / "result.json", self.start < self.cfg.iters
+        if trained or not path.exists():         # what an earlier call has finished is left alone
+            result = {key: getattr(self.cfg, key) for key in keys} | mean | {
+                "evaluations": evaluations, "sec_per_iter": self.progress.seconds / self.cfg.iters,
+                "peak_memory_mb": peak_memory_mb(self.device)}
+            checkpoint.write_json(path, result | checkpoint.versions())
+        print(f"\n{self.cfg.method}: bACC {mean['bacc']:.2f}  GM {mean['gm']:.2f}  "
+              f"(mean of the last {evaluations} evaluations; files in {self.folder})")
+
+
+def launch(main):
+    """Run a training script: Ctrl-C and SIGTERM save, user errors become one sentence."""
+    stop_signal.listen()
+    config.exit_cleanly(main)
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM become a request that the loop grants at the end of an iteration."""
+    requested = False
+
+    def listen(self):
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.request)
+
+    def request(self, signum, frame):
+        if distributed.size() == 1:                  # torchrun may send several, and a SIGKILL
+            signal.signal(signum, signal.SIG_DFL)    # later; else a second one stops at once
+        self.requested = True
+
+
+stop_signal = StopSignal()                           # signals reach a process, not a run
+
+
+class Averages:
+    """Means since the last evaluation, for log.csv: sums and counts, kept on the device.
+
+    Every rank sums over its local batches; ranks are averaged when the log is written.
+    """
+    columns = ("loss_x", "loss_u", "mask_rate", "pseudo_acc", "loss_bal", "omega_grad")
+
+    def __init__(self, device):
+        self.sums = torch.zeros(2, len(self.columns), device=device)
+
+    def add(self, y_u, mask, true_u, loss_x, loss_u, loss_bal=None, omega_grad=None, **others):
+        """loss_bal, omega_grad: None in an iteration that has none."""
+        known, one = mask * (true_u >= 0), torch.ones_like(loss_x)
+        zero = torch.zeros_like(one)
+        moved = zero if loss_bal is None else one
+        sums = [loss_x, loss_u, mask.mean(), (known * (y_u == true_u)).sum(),
+                zero if loss_bal is None else loss_bal, zero if omega_grad is None else omega_grad]
+        self.sums += torch.stack([*sums, one, one, one, known.sum(), moved, moved]).view(2, -1)
+
+    def means(self, mean_over_ranks=list):
+        sums, = mean_over_ranks([self.sums])
+        return {name: total / count if count else math.nan
+                for name, total, count in zip(self.columns, *sums.tolist())}
+
+    def reset(self):
+        self.sums.zero_()
+
+    def state_dict(self):
+        return {"sums": distributed.all_gather(self.sums[None])}               # (ranks, 2, 6)
+
+    def load_state_dict(self, state):
+        sums = state["sums"]
+        same_ranks = len(sums) == distributed.size()
+        self.sums.copy_(sums[distributed.rank()] if same_ranks else sums.mean(0))
+
+
+class NaNGuard:
+    """Stops a run whose losses or weights are not finite, before they can be saved."""
+
+    def __init__(self):
+        self.pending, self.bad = [], None            # (step, losses) not yet looked at
+
+    def add(self, step, losses):
+        self.pending.append((step, losses))
+
+    def flush(self):
+        """Look at what was added; whether something was not finite."""
+        for step, losses in self.pending:
+            if not torch.stack(list(losses.values())).isfinite().all():
+                self.bad = self.bad or (step, losses)
+        self.pending.clear()
+        return self.bad is not None
+
+    def fail(self):
+        if self.bad is None:
+            self.stop("the loss is not finite on another rank")
+        step, losses = self.bad
+        values = ", ".join(f"{name} {float(x):g}" for name, x in losses.items())
+        self.stop(f"the loss of iteration {step} is not finite ({values})")
+
+    def check(self, done, *modules):
+        diverged, = distributed.any_rank(self.flush())
+        if diverged:
+            self.fail()
+        if not all(t.isfinite().all() for m in modules for t in (*m.parameters(), *m.buffers())):
+            self.stop(f"the weights are not finite after iteration {done}")
+
+    def stop(self, what):
+        raise UserError(f"{what}; nothing was saved since, start again with a lower --lr in "
+                        f"another --out")
+
+
+class Progress:
+    """The screen: one status line, redrawn in place once a second, and a table row per evaluation.
+
+    Also the clock: training time, evaluations not counted.
+    """
+
+    def __init__(self, start, iters, seconds):
+        self.start, self.iters, self.before = start, iters, seconds
+        self.seconds, self.shown, self.rows = seconds, 0.0, 0
+        self.begin()
+
+    def begin(self):
+        self.since = time.perf_counter()
+
+    def pause(self):
+        self.seconds += time.perf_counter() - self.since
+
+    def rate(self, done):
+        """Iterations per second of this process, while the clock is paused."""
+        return (done - self.start) / (self.seconds - self.before)
+
+    def due(self):
+        return sys.stdout.isatty() and time.perf_counter() - self.shown > 1
+
+    def show(self, done, values):
+        self.shown = time.perf_counter()
+        rate = (done - self.start) / (self.seconds - self.before + self.shown - self.since)
+        left = timedelta(seconds=int((self.iters - done) / rate))
+        text = (f"{done}/{self.iters} ({100 * done // self.iters}%)  {rate:.1f} it/s  {left} left  "
+                + "  ".join(f"{k} {v:.3g}" for k, v in values.items() if v == v))
+        print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
+
+    def row(self, row):
+        """`row` is the newest line of log.csv; its columns for single classes are not shown."""
+        shown = {k: v for k, v in row.items() if not k.startswith(("recall_", "bias_"))}
+        if self.rows % 20 == 0:
+            self.line("".join(f"{k:>11}" for k in shown))
+        self.rows += 1
+        self.line("".join(f"{v:>11.4g}" for v in shown.values()))
+
+    def line(self, text):
+        print(("\r\033[K" if sys.stdout.isatty() else "") + text, flush=True)
+
+
+def print_start(cfg, dataset, index_l, index_u, model, device):
+    """What is about to run: class counts, network, every setting."""
+    for name, index in (("labeled", index_l), ("unlabeled", index_u)):
+        labels = dataset.labels[index]
+        known, unknown = (labels >= 0).any(), int((labels < 0).sum())
+        parts = [f"{k} {int((labels == i).sum())}" for i, k in enumerate(dataset.names) if known]
+        parts[10:-10] = ["..."] if len(parts) > 20 else parts[10:-10]
+        parts += [f"unknown {unknown}"] if unknown else []
+        print(f"{name}: {len(index)} images: {', '.join(parts)}")
+    size = sum(p.numel() for p in model.parameters())
+    print(f"network: {cfg.model}, {size / 1e6:.2f} M parameters, on {device}")
+    flags = (f"{k} {v}" for k, v in vars(cfg).items() if k != "dataset_info")
+    print("settings: " + ", ".join(flags) + "\n", flush=True)
+
+
+def peak_memory_mb(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    status = Path("/proc/self/status")               # Linux; getrusage would count the parent's too
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(x.split()[1]) / 1024 for x in lines if x.startswith("VmHWM:")), None)
