@@ -103,8 +103,8 @@ def load(name, data_dir="data", image_size=None):
     elif Path(name).is_dir():
         arrays = readers.read_folder(name)
     else:
-        raise UserError(f"--dataset {name}: not known; choose {', '.join(BUILT_IN)} or a path to an "
-                        f".npz file or to a folder of pictures")
+        raise UserError(f"--dataset {name}: not known; choose {', '.join(BUILT_IN)} or a path to "
+                        f"an .npz file or to a folder of pictures")
     if "x_test" not in arrays:
         arrays = hold_out_test(arrays)
     size = image_size and (image_size, image_size)
@@ -334,7 +334,8 @@ class BalancedStream(Stream):
     """
 
     def __init__(self, members, labels, batch_size, seed, shard=(0, 1)):
-        self.shard = shard
+        """members: indices (N,) of images; labels: of all images of the dataset"""
+        self.shard, labels = shard, labels[members]
         self.classes = IndexStream(np.unique(labels), batch_size, seed, "round")
         self.images = {k: IndexStream(members[labels == k], 1, seed, f"class {k}")
                        for k in self.classes.members}

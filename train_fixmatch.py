@@ -52,7 +52,7 @@ def main(argv=None, on_step=None):
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled", shard)
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled", shard)
-    stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed, shard)
+    stream_b = data.BalancedStream(index_l, dataset.labels, cfg.batch_size, cfg.seed, shard)
     dataset.read_ahead(stream_l, stream_u, stream_b)
 
     def view(x, purpose, step):

@@ -4,10 +4,9 @@
     python train_mixmatch.py --method none                     the same with plain MixMatch
     python train_mixmatch.py --dataset cifar10 --gamma_l 100 --gamma_u 1       the paper's run
 
-MixMatch: average the predictions for two weak views of an unlabeled image, sharpen the average
-into a soft label, mix all images and all labels pairwise (mixup), and train on the mixtures:
-cross-entropy for the labeled rows, squared error of probabilities for the others. There is no
-threshold, every guess counts, the biased ones too. L2AC is what it is on FixMatch.
+MixMatch: average the predictions for two weak views of an unlabeled image, sharpen the average into
+a soft label, mix all images and labels pairwise (mixup), train on the mixtures: cross-entropy for
+labeled rows, squared error for the others. Every guess counts. L2AC is the same as on FixMatch.
 
     theta  model.features      phi  model.classifier      omega  attractor
     B labeled, U unlabeled, M balanced images; K classes; D features; of the local batch
@@ -65,7 +64,7 @@ def main(argv=None, on_step=None):
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled", shard)
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled", shard)
-    stream_b = data.BalancedStream(index_l, dataset.labels[index_l], cfg.batch_size, cfg.seed, shard)
+    stream_b = data.BalancedStream(index_l, dataset.labels, cfg.batch_size, cfg.seed, shard)
     dataset.read_ahead(stream_l, stream_u, stream_b)
 
     def view(x, purpose, step):

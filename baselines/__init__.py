@@ -58,9 +58,9 @@ class Method(nn.Module):
     """The plain base method. Buffers of a subclass are saved with the run and restored with it.
 
     An epoch is --eval_every iterations, as in the protocol.
-    With several ranks (support/distributed.py) a batch is the local one. What a method *learns* from
-    it has to be the same on every rank: all_gather it first. The two losses are means over the
-    local batch; random draws are made for the global batch, of which a rank takes its local_slice.
+    With several ranks (support/distributed.py) a batch is the local one. What a method *learns*
+    from it has to be the same on every rank: all_gather it first. The two losses are means over
+    the local batch; random draws are for the global batch, and a rank takes its local_slice.
     """
 
     # ------------------------------------------------------------------------ before there is a run

@@ -24,8 +24,8 @@ class Resampling(Method):
 
     def __init__(self, ctx):
         super().__init__(ctx)
-        self.stream = data.BalancedStream(ctx.index_l, ctx.dataset.labels[ctx.index_l],
-                                          ctx.cfg.batch_size, ctx.cfg.seed, ctx.shard)
+        self.stream = data.BalancedStream(ctx.index_l, ctx.dataset.labels, ctx.cfg.batch_size,
+                                          ctx.cfg.seed, ctx.shard)
         ctx.dataset.read_ahead(self.stream)
 
     def labeled(self, step):

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,20 +32,21 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import transforms
 
-import augment
-import common
 import data
 import models
-import settings
 import train_fixmatch
 from baselines import darp
 from baselines import train as baselines
+from baselines.methods import SEMI_SUPERVISED
+from scripts import full_unroll
+from support import augment, config
 
-METHODS = ("none", "l2ac", "full_unroll")
+MAINS = {"none": train_fixmatch.main, "l2ac": train_fixmatch.main, "full_unroll": full_unroll.main}
 
 
-def flags(args, method, iters, out):
-    text = (f"--dataset synthetic --scale paper --method {method} --model {args.model} "
+def command_line(args, method, iters, out):
+    name = "" if method == "full_unroll" else f"--method {method} "
+    text = (f"--dataset synthetic --scale paper {name}--model {args.model} "
             f"--batch_size {args.batch_size} --image_size {args.image_size} --n_strong 2 "
             f"--device cpu --threads 1 --iters {iters} --eval_every {iters} --overwrite")
     return [*text.split(), "--out", out]
@@ -54,23 +56,20 @@ class Enough(Exception):
     pass
 
 
-class Stopwatch(common.Watch):
-    """The training loop shows its losses to a Watch once per iteration: here they are timed."""
-    times, wanted = [], 0
+def train(args, method, iters, more=()):
+    """Seconds of each iteration of a short real run; the first one, which warms up, left out."""
+    times = []
 
-    def see(self, step, losses):
-        self.times.append(time.perf_counter())
-        if len(self.times) == self.wanted:
+    def on_step(step, losses):
+        times.append(time.perf_counter())
+        if len(times) == iters:
             raise Enough                                 # before the evaluation
 
-
-def train(args, method, iters, main=train_fixmatch.main, more=()):
-    """Seconds of each iteration of a short real run; the first one, which warms up, left out."""
-    Stopwatch.times, Stopwatch.wanted = [], iters
+    main = MAINS.get(method, baselines.main)
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
         with contextlib.suppress(Enough):
-            main([*flags(args, method, iters, out), *more])
-    return np.diff(Stopwatch.times).tolist()
+            main([*command_line(args, method, iters, out), *more], on_step)
+    return np.diff(times).tolist()
 
 
 class Counter(TorchDispatchMode):
@@ -134,20 +133,20 @@ def seconds(function):
 
 def measure(args):
     """{name: seconds, one per turn}; the candidates take turns."""
-    g, times = np.random.default_rng(0), defaultdict(list)
+    times = defaultdict(list)
     size, count = args.image_size, 2 * args.batch_size
-    images = g.integers(0, 256, (count, size, size, 3), np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
     batch = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
     normalise = augment.Normalise((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     one, passes = pil_pipeline(size), bare_passes(args)
     passes()                                             # warm up
     for turn in range(args.rounds):
-        for method in METHODS:
+        for method in MAINS:
             times[method] += train(args, method, 1 + args.iters)
             times["bare"] += [seconds(passes) for _ in range(args.iters)]
         for i in range(20):
-            times["strong"].append(seconds(
-                lambda: augment.strong(batch, data.rng(turn, "bench", i), normalise)))
+            g = data.rng(turn, "bench", i)
+            times["strong"].append(seconds(partial(augment.strong, batch, g, normalise)))
         times["pil"] += [seconds(lambda: [one(x) for x in images]) for _ in range(5)]
     return times
 
@@ -156,8 +155,9 @@ def peak_memory(args, method):
     """MB, of a process of its own. malloc must give back what is freed (blocks over 1 MB come from
     and go to the system), or the peak would depend on how it happens to reuse memory."""
     with tempfile.TemporaryDirectory() as out:
-        subprocess.run([sys.executable, train_fixmatch.__file__, *flags(args, method, 2, out)],
-                       check=True, stdout=subprocess.DEVNULL,
+        script = "scripts.full_unroll" if method == "full_unroll" else "train_fixmatch"
+        subprocess.run([sys.executable, "-m", script, *command_line(args, method, 2, out)],
+                       check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parent.parent,
                        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)})
         return json.loads((Path(out) / "result.json").read_text())["peak_memory_mb"]
 
@@ -165,7 +165,7 @@ def peak_memory(args, method):
 # ---------------------------------------------------------------------------------------------
 # the comparison methods
 
-COMPARED = (*baselines.SEMI_SUPERVISED, "l2ac", "full_unroll")
+COMPARED = (*SEMI_SUPERVISED, "l2ac", "full_unroll")
 COUNTS = {10: (1500, 3000, 100), 100: (150, 300, 10)}    # N_1, M_1, gamma of the paper
 
 
@@ -204,12 +204,11 @@ def rivals(args):
         for turn, K, method in itertools.product(range(args.rounds), COUNTS, COMPARED):
             if turn and method == "full_unroll":
                 continue                                 # four times as slow; once is enough
-            main = train_fixmatch.main if method in METHODS else baselines.main
             # DARP refines at the first iteration (not timed), DASO blends at once, and CReST does
             # not end a generation, which it does four times in a whole run.
             acting = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0",
                       "crest": "--crest_generations 1", "crest+": "--crest_generations 1"}
-            times[method, K] += train(args, method, 1 + args.iters, main,
+            times[method, K] += train(args, method, 1 + args.iters,
                                       [*acting.get(method, "").split(), *split[K]])
     return {(method, K): min(t) + (refinement_seconds(K) if method == "darp" else 0)
             for (method, K), t in times.items()}
@@ -227,37 +226,36 @@ def rivals_table(args, r):
 
 
 def main(argv=None):
-    p = settings.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("--model", type=models.network, default="wrn-28-2")
-    p.add_argument("--batch_size", type=settings.number(int, 2), default=64)
-    p.add_argument("--image_size", type=settings.number(int, 8, 1024), default=32)
-    p.add_argument("--rounds", type=settings.number(int, 1), default=3,
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("--model", default="wrn-28-2")
+    p.add_argument("--batch_size", type=config.number(int, 2), default=64)
+    p.add_argument("--image_size", type=config.number(int, 8, 1024), default=32)
+    p.add_argument("--rounds", type=config.number(int, 1), default=3,
                    help="turns of all candidates")
-    p.add_argument("--iters", type=settings.number(int, 1), default=2, help="iterations in a turn")
+    p.add_argument("--iters", type=config.number(int, 1), default=2, help="iterations in a turn")
     p.add_argument("--rivals", action="store_true",
                    help="all methods on FixMatch, for 10 and for 100 classes")
     p.add_argument("--json", action="store_true")
     args = p.parse_args(argv)
     torch.set_num_threads(1)
-    common.Watch = Stopwatch
     if args.rivals:
         r = rivals(args)
         print(json.dumps({f"{m} {K}": t for (m, K), t in r.items()}) if args.json
               else rivals_table(args, r))
         return
     middle = {name: statistics.median(t) for name, t in measure(args).items()}
-    result = {name: middle[name] for name in (*METHODS, "bare")}
+    result = {name: middle[name] for name in (*MAINS, "bare")}
     result |= {f"{name}_per_s": 2 * args.batch_size / middle[name] for name in ("strong", "pil")}
-    result |= {f"ops_{m}": count_operations(args, m) for m in METHODS}
-    result |= {f"memory_{m}": peak_memory(args, m) for m in METHODS}
-    print(json.dumps(result) if args.json else table(args, result))
+    result |= {f"ops_{m}": count_operations(args, m) for m in MAINS}
+    result |= {f"memory_{m}": peak_memory(args, m) for m in MAINS}
+    print(json.dumps(result) if args.json else cost_table(args, result))
 
 
-def table(args, r):
+def cost_table(args, r):
     lines = [f"{args.model}, batch {args.batch_size}, {args.image_size} px, one thread, "
              f"torch {torch.__version__}, median of {args.rounds * args.iters} iterations",
              f"{'':<14}{'s/iteration':>12}{'/ none':>8}{'operations':>12}{'peak MB':>9}"]
-    for m in METHODS:
+    for m in MAINS:
         lines.append(f"{m:<14}{r[m]:>12.3f}{r[m] / r['none']:>8.2f}{r[f'ops_{m}']:>12.0f}"
                      f"{r[f'memory_{m}']:>9.0f}")
     lines.append(f"{'bare passes':<14}{r['bare']:>12.3f}{r['bare'] / r['none']:>8.2f}")
@@ -268,4 +266,4 @@ def table(args, r):
 
 
 if __name__ == "__main__":
-    settings.exit_cleanly(main)
+    config.exit_cleanly(main)

@@ -19,11 +19,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-import common
-import models
-import readers
-import settings
 import train_fixmatch
+from support import config, readers
 
 
 def generate(folder, count, side):
@@ -38,34 +35,33 @@ def generate(folder, count, side):
             Image.fromarray(pixels).save(place / f"{i}.png")
 
 
-class Stopwatch(common.Watch):
-    """The training loop shows its losses to a Watch once per iteration."""
-    times, waits = [], []
+class TimedPictures(readers.Pictures):
+    """Pictures that record how long each collection takes."""
+    waits = []
 
-    def see(self, step, losses):
-        self.times.append(time.perf_counter())
-        self.waits.append(0.0)
-        super().see(step, losses)
-
-
-class Timed(readers.Pictures):
     def __getitem__(self, index):
         begin = time.perf_counter()
         rows = super().__getitem__(index)
-        if Stopwatch.waits:
-            Stopwatch.waits[-1] += time.perf_counter() - begin
+        self.waits.append(time.perf_counter() - begin)
         return rows
 
 
 def train(args, folder, out):
     """In a process of its own: one run, its seconds per iteration and those spent waiting."""
-    readers.MEMORY, readers.Pictures, common.Watch = 0, Timed, Stopwatch
+    readers.MEMORY, readers.Pictures = 0, TimedPictures
+    times, waits = [], []
+
+    def on_step(step, losses):
+        times.append(time.perf_counter())
+        waits.append(sum(TimedPictures.waits))
+        TimedPictures.waits.clear()
+
     train_fixmatch.main([
         "--dataset", folder, "--model", args.model, "--batch_size", str(args.batch_size),
         "--image_size", str(args.image_size), "--iters", str(args.iters), "--eval_every",
-        str(args.iters), "--device", "cpu", "--threads", "1", "--out", out])
-    seconds, waits = np.diff(Stopwatch.times).tolist(), Stopwatch.waits[:-1]   # without the first
-    (Path(out) / "waits.json").write_text(json.dumps([seconds, waits]))
+        str(args.iters), "--device", "cpu", "--threads", "1", "--out", out], on_step)
+    seconds = np.diff(times).tolist()                            # without the first iteration
+    (Path(out) / "waits.json").write_text(json.dumps([seconds, waits[1:]]))
 
 
 def measure(args, count, scratch):
@@ -82,13 +78,13 @@ def measure(args, count, scratch):
 
 
 def main(argv=None):
-    p = settings.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("--counts", type=settings.number(int, 100), nargs="+", default=[2000, 20000])
-    p.add_argument("--side", type=settings.number(int, 8), default=64, help="of a picture on file")
-    p.add_argument("--model", type=models.network, default="wrn-16-2")
-    p.add_argument("--batch_size", type=settings.number(int, 2), default=64)
-    p.add_argument("--image_size", type=settings.number(int, 8, 1024), default=32)
-    p.add_argument("--iters", type=settings.number(int, 3), default=15)
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("--counts", type=config.number(int, 100), nargs="+", default=[2000, 20000])
+    p.add_argument("--side", type=config.number(int, 8), default=64, help="of a picture on file")
+    p.add_argument("--model", default="wrn-16-2")
+    p.add_argument("--batch_size", type=config.number(int, 2), default=64)
+    p.add_argument("--image_size", type=config.number(int, 8, 1024), default=32)
+    p.add_argument("--iters", type=config.number(int, 3), default=15)
     p.add_argument("--json", action="store_true")
     p.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
@@ -108,4 +104,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    settings.exit_cleanly(main, readers.DataError)
+    config.exit_cleanly(main)

@@ -12,16 +12,15 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-import run_folder
 from scripts import tables
 from scripts.tables import BENCH, DOUBTS, SCALES, TEST_SETS, test_file
-from settings import UserError
+from support import UserError, checkpoint
 
 ROOT = Path(__file__).parent.parent
 RUN = re.compile(r"(.+)_s(\d+)")                          # name and seed of a run folder
 
 
-def gather(runs, results):
+def copy_results(runs, results):
     """Copy what finished runs of the tables say to results/<scale>/."""
     names = {cell.name for cells in tables.TABLES.values() for cell in cells}
     for path in sorted(p for s in SCALES for p in Path(runs).glob(f"{s}/*/result.json")):
@@ -32,9 +31,9 @@ def gather(runs, results):
             result = load(path)
             result["tests"] = tests_of(path.parent) or tests_before(target, result)
             result["last"] = last_evaluation(path.parent)
-            run_folder.write_json(target, result)
+            checkpoint.write_json(target, result)
     if (Path(runs) / BENCH).exists():
-        run_folder.write_json(results / BENCH, load(Path(runs) / BENCH))
+        checkpoint.write_json(results / BENCH, load(Path(runs) / BENCH))
 
 
 def load(path):
@@ -170,16 +169,17 @@ def as_csv(number, found):
 
 
 def block(number):
-    return re.compile(rf"(<!-- table {number} -->\n).*?(<!-- end -->)", re.S)
+    return re.compile(rf"(<!-- table {number} -->\n)(.*?)(?=<!-- end -->)", re.S)
 
 
 def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
-    gather(runs, results)
+    copy_results(runs, results)
     found, text = read(results), readme.read_text()
     for number in tables.TABLES:
-        run_folder.write(results / f"table_{number}.csv", as_csv(number, found).encode())
+        checkpoint.write(results / f"table_{number}.csv", as_csv(number, found).encode())
         table = markdown(number, found)
-        text = block(number).sub(lambda old: f"{old[1]}{table}\n{old[2]}", text)
-    run_folder.write(readme, text.encode())
+        begin, end = block(number).search(text).span(2)
+        text = f"{text[:begin]}{table}\n{text[end:]}"
+    checkpoint.write(readme, text.encode())
     count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
     print(f"{count} runs in {results}; the tables of {readme} are theirs")

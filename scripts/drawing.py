@@ -10,7 +10,8 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")                                # files only, no window
-from matplotlib import patheffects, pyplot as plt   # noqa: E402  (the line above comes first)
+from matplotlib import patheffects  # noqa: E402  (the line above comes first)
+from matplotlib import pyplot as plt
 
 BLUE, VERMILLION, SKY, ORANGE, GREEN = "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#009E73"
 PURPLE, YELLOW, GREY, BLACK = "#CC79A7", "#F0E442", "#8C8C8C", "#000000"

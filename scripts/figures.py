@@ -13,16 +13,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-import augment
 import data
 import evaluate
-import finished
-from scripts.drawing import (
-    STYLE, WIDTH, apart, bars, by_setting, class_colours, heat, is_bound, labeled_counts, levels,
-    looks, name_classes, names_of, outlined, panels, place_legend, plt, say, setting_of)
+from scripts import drawing
 from scripts.training_figures import attractor, bias, curves, losses, skew, with_attractor
-from settings import Parser, UserError, exit_cleanly
-
+from support import UserError, augment, report
+from support.config import Parser, exit_cleanly
 
 # ---------------------------------------------------------------------------------------------
 # data
@@ -30,20 +26,20 @@ from settings import Parser, UserError, exit_cleanly
 
 def distribution(groups):
     """Images per class in the labeled and the unlabeled set. Fig. 1a, and 7 for step imbalance."""
-    settings = {setting_of(group): group.runs[0] for group in reversed(groups)}
-    figure, axes = panels(len(settings), 2.6, sharey=True)
+    settings = {drawing.setting_of(group): group.runs[0] for group in reversed(groups)}
+    figure, axes = drawing.panels(len(settings), 2.6, sharey=True)
     for ax, (setting, run) in zip(axes, reversed(settings.items())):
         counts = [run.counts(index) for index in run.split]
         x = np.arange(len(counts[0]))
         ax.bar(x - 0.2, counts[0], 0.4, color="#222222", label="labeled")
         ax.bar(x + 0.2, counts[1], 0.4, color="#B5B5B5", label="unlabeled")
         if not any(counts[1]):
-            say("distribution", f"the true labels of the unlabeled images of {run.folder} are not "
+            drawing.say("distribution", f"the true labels of the unlabeled images of {run.folder} are not "
                                 f"known, so only the labeled ones are drawn")
         ax.set_yscale("log")
         ax.set_ylim(bottom=1)
         ax.set_title(setting.title(), loc="right")
-        name_classes(ax, run.dataset.names)
+        drawing.name_classes(ax, run.dataset.names)
     axes[0].set_ylabel("images (log scale)")
     axes[0].legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
@@ -53,12 +49,12 @@ def imbalanced_tests(groups):
     """Images per class in the three test sets of `evaluate.py --test`, gamma_t 10. Fig. 6"""
     dataset = groups[0].runs[0].dataset
     labels = dataset.test_labels.cpu().numpy()
-    figure, axes = panels(3, 2.4, across=3, sharey=True)
+    figure, axes = drawing.panels(3, 2.4, across=3, sharey=True)
     for ax, kind in zip(axes, ("longtail", "reversed", "random")):
         index = evaluate.choose_test(labels, dataset.num_classes, kind, 10, 0)
         ax.bar(range(dataset.num_classes), np.bincount(labels[index]), color="#5A5A5A")
         ax.set_title(kind, loc="right")
-        name_classes(ax, dataset.names)
+        drawing.name_classes(ax, dataset.names)
     axes[0].set_ylabel("test images")
     return figure
 
@@ -70,12 +66,13 @@ def views(groups, columns=10):
     classes = np.unique(np.linspace(0, run.dataset.num_classes - 1, columns).round()).astype(int)
     x, _ = run.dataset.take(np.array([index[labels == k][0] for k in classes]))  # (C, 3, H, W)
     n, m = getattr(run.cfg, "ra_n", 3), getattr(run.cfg, "ra_m", 4.0)
-    rows = {"image": run.normalise(x), "weak view": augment.weak(x, draw(run, 0), run.normalise)}
-    rows |= {f"strong view {i}": augment.strong(x, draw(run, i), run.normalise, n, m)
+    rows = {"image": run.normalise(x),
+            "weak view": augment.weak(x, view_rng(run, 0), run.normalise)}
+    rows |= {f"strong view {i}": augment.strong(x, view_rng(run, i), run.normalise, n, m)
              for i in (1, 2)}
     strip = np.concatenate([side_by_side(run.dataset, row) for row in rows.values()])
     side = strip.shape[0] / len(rows)
-    figure, (ax,) = panels(1, WIDTH * len(rows) / len(classes) * 0.95)
+    figure, (ax,) = drawing.panels(1, drawing.WIDTH * len(rows) / len(classes) * 0.95)
     ax.imshow(strip)
     ax.set_xticks((np.arange(len(classes)) + 0.5) * side - 0.5,
                   [run.dataset.names[k] for k in classes])
@@ -85,7 +82,7 @@ def views(groups, columns=10):
     return figure
 
 
-def draw(run, i):
+def view_rng(run, i):
     return data.rng(run.cfg.seed, "figure", i)
 
 
@@ -103,14 +100,14 @@ def side_by_side(dataset, x):
 
 def draw_by_class(ax, groups, part, bounds=True):
     """Bars of part(run) [K] by class; bounds as levels."""
-    drawn = list(zip(groups, looks(groups)))
-    methods = [(g, look) for g, look in drawn if not (bounds and is_bound(g))] or drawn
+    drawn = list(zip(groups, drawing.looks(groups)))
+    methods = [(g, look) for g, look in drawn if not (bounds and drawing.is_bound(g))] or drawn
     spreads = [g.deviation(part) for g, _ in methods]
-    bars(ax, [g.mean(part) for g, _ in methods], [look for _, look in methods],
-         [s or [0] * len(names_of(groups)) for s in spreads] if any(spreads) else None)
+    drawing.bars(ax, [g.mean(part) for g, _ in methods], [look for _, look in methods],
+         [s or [0] * len(drawing.names_of(groups)) for s in spreads] if any(spreads) else None)
     for group, look in drawn:
         if (group, look) not in methods:
-            levels(ax, group.mean(part), look)
+            drawing.levels(ax, group.mean(part), look)
 
 
 def recall(groups):
@@ -128,22 +125,22 @@ def predicted(groups):
         share = np.bincount(groups[0].runs[0].dataset.test_labels.cpu())
         ax.plot(100 * share / share.sum(), color="#333333", linestyle=":", linewidth=1,
                 label="test set")
-    place_legend(figure.axes[0])
+    drawing.place_legend(figure.axes[0])
     return figure
 
 
 def by_class(name, groups, part, ylabel):
-    if len({look.name for group, look in zip(groups, looks(groups)) if is_bound(group)}) < 2:
-        say(name, "the lower or the upper bound is not among the runs (python -m baselines.train "
+    if len({look.name for group, look in zip(groups, drawing.looks(groups)) if drawing.is_bound(group)}) < 2:
+        drawing.say(name, "the lower or the upper bound is not among the runs (python -m baselines.train "
                   "--base supervised --method lower_bound or upper_bound); drawn without it")
-    settings = by_setting(groups)
-    figure, axes = panels(len(settings), 3.3, across=1)
+    settings = drawing.by_setting(groups)
+    figure, axes = drawing.panels(len(settings), 3.3, across=1)
     for ax, (setting, members) in zip(axes, settings.items()):
         draw_by_class(ax, members, part)
         ax.set_ylabel(ylabel)
         ax.set_title(setting.title(), loc="right")
-        name_classes(ax, names_of(groups), labeled_counts(members[0]))
-        place_legend(ax)
+        drawing.name_classes(ax, drawing.names_of(groups), drawing.labeled_counts(members[0]))
+        drawing.place_legend(ax)
     axes[-1].set_xlabel("class, number of labeled images")
     return figure
 
@@ -154,9 +151,9 @@ def confusion(groups):
 
 
 def matrices(groups, part, xlabel):
-    figure, axes = panels(len(groups), 4.1)
-    for i, (ax, group, look) in enumerate(zip(axes, groups, looks(groups))):
-        heat(ax, group.mean(part), names_of(groups))
+    figure, axes = drawing.panels(len(groups), 4.1)
+    for i, (ax, group, look) in enumerate(zip(axes, groups, drawing.looks(groups))):
+        drawing.heat(ax, group.mean(part), drawing.names_of(groups))
         ax.set_title(look.name)
         ax.set_xlabel(xlabel)
         ax.set_ylabel("true class" if i % 2 == 0 else "")
@@ -181,12 +178,12 @@ def pseudo_confusion(groups):
 
 def pseudo_recall(groups):
     """Recall of the pseudo-labels by class. Fig. 4"""
-    settings = by_setting(semi_supervised(groups))
-    figure, axes = panels(len(settings), 3, sharey=True)
+    settings = drawing.by_setting(semi_supervised(groups))
+    figure, axes = drawing.panels(len(settings), 3, sharey=True)
     for ax, (setting, members) in zip(axes, settings.items()):
         draw_by_class(ax, members, lambda run: run.pseudo["recall"])
         ax.set_title(setting.title(), loc="right")
-        name_classes(ax, names_of(groups))
+        drawing.name_classes(ax, drawing.names_of(groups))
     axes[0].set_ylabel("recall of pseudo-labels, %")
     shown = {label: bar for ax in axes for bar, label in zip(*ax.get_legend_handles_labels())}
     figure.legend(shown.values(), shown, loc="outside upper left", ncols=6)
@@ -195,15 +192,15 @@ def pseudo_recall(groups):
 
 def tsne(groups, points=2000):
     """t-SNE of the features of training images (EMA model, without augmentation). Fig. 5, 12, 13"""
-    figure, axes = panels(len(groups), 4.2)
-    for ax, group, look in zip(axes, groups, looks(groups)):
+    figure, axes = drawing.panels(len(groups), 4.2)
+    for ax, group, look in zip(axes, groups, drawing.looks(groups)):
         place, y = embed(group.runs[0], points)
-        names, colours = names_of(groups), class_colours(labeled_counts(group))
+        names, colours = drawing.names_of(groups), drawing.class_colours(drawing.labeled_counts(group))
         ax.scatter(*place.T, s=7, c=colours[y], linewidths=0)
         centres = np.array([np.median(place[y == k], 0) for k in np.unique(y)])
-        heights = apart(centres[:, 1], 0.045 * np.ptp(place[:, 1]))
+        heights = drawing.apart(centres[:, 1], 0.045 * np.ptp(place[:, 1]))
         for k, x, height in zip(np.unique(y), centres[:, 0], heights) if len(names) <= 20 else ():
-            outlined(ax, x, height, names[k], color=0.8 * colours[k, :3])
+            drawing.outlined(ax, x, height, names[k], color=0.8 * colours[k, :3])
         ax.set_title(look.name)
         ax.set_xticks([])
         ax.set_yticks([])
@@ -216,7 +213,7 @@ def embed(run, points):
     from sklearn.manifold import TSNE
     index = np.union1d(*run.split)
     index = index[run.dataset.labels[index] >= 0]
-    index = draw(run, 0).permutation(index)[:points]
+    index = view_rng(run, 0).permutation(index)[:points]
     z = run.of_training(run.model.features, index)                               # (P, D)
     perplexity = min(30, (len(index) - 1) / 3)
     return (TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(z.cpu().numpy()),
@@ -230,22 +227,22 @@ def embed(run, points):
 def story(groups):
     """Recall by class, and beside it where the bias went: one picture for the whole method."""
     with_attractor(groups)                           # or there is nothing to tell
-    setting, members = next((s, m) for s, m in by_setting(groups).items()
+    setting, members = next((s, m) for s, m in drawing.by_setting(groups).items()
                             if any(g.runs[0].attractor for g in m))
-    figure, (top, below) = plt.subplots(2, 1, figsize=(WIDTH, 5.2), height_ratios=(5, 3),
+    figure, (top, below) = drawing.plt.subplots(2, 1, figsize=(drawing.WIDTH, 5.2), height_ratios=(5, 3),
                                         sharex=True)
     draw_by_class(top, members, lambda run: run.reported["recall"])
     (group, look), *_ = with_attractor(members)
-    below.bar(range(len(names_of(groups))), np.diagonal(group.mean(bias)), 0.5, color=look.colour,
+    below.bar(range(len(drawing.names_of(groups))), np.diagonal(group.mean(bias)), 0.5, color=look.colour,
               label=f"what the attractor of {look.name} adds to the logit of the true class")
     below.plot(skew(group), "D", color="black", markersize=4, label=r"$\ln N_k$, centred")
     below.axhline(0, color="black", linewidth=0.6)
     top.set(ylabel="recall on the test set, %", ylim=(0, 100))
     top.set_title(setting.title(), loc="right")
     below.set(ylabel="logit", xlabel="class, number $N_k$ of labeled images")
-    name_classes(below, names_of(groups), labeled_counts(group))
+    drawing.name_classes(below, drawing.names_of(groups), drawing.labeled_counts(group))
     for ax in (top, below):
-        place_legend(ax)
+        drawing.place_legend(ax)
     return figure
 
 
@@ -258,7 +255,7 @@ FIGURES = {f.__name__: f for f in (
 
 def save(figure, path):
     figure.savefig(path)
-    plt.close(figure)
+    drawing.plt.close(figure)
     if path.suffix == ".png":                        # 256 colours will do, for a third of the bytes
         Image.open(path).convert("RGB").quantize(256, dither=0).save(path, optimize=True)
 
@@ -271,15 +268,15 @@ def main(argv=None):
     p.add_argument("--only", nargs="+", choices=tuple(FIGURES), default=list(FIGURES),
                    metavar="NAME", help=f"some of {', '.join(FIGURES)}")
     args = p.parse_args(argv)
-    groups, drawn = finished.load_groups(args.runs), 0
+    groups, drawn = report.grouped([evaluate.load_run(folder) for folder in args.runs]), 0
     Path(args.out).mkdir(parents=True, exist_ok=True)
     for name in args.only:
         path = Path(args.out) / f"{name}.{args.format}"
         try:
-            with plt.rc_context(STYLE):
+            with drawing.plt.rc_context(drawing.STYLE):
                 save(FIGURES[name](groups), path)
         except UserError as error:
-            say(name, f"{error}; not drawn")
+            drawing.say(name, f"{error}; not drawn")
             continue
         print(path)
         drawn += 1
@@ -288,4 +285,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    exit_cleanly(main, data.DataError)
+    exit_cleanly(main)

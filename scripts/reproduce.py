@@ -20,11 +20,10 @@ from threading import Lock
 
 import torch
 
-import run_folder
-import settings
 from scripts import tables
 from scripts.collect import collect
 from scripts.tables import BENCH, SCALES, test_file
+from support import checkpoint, config
 
 # ---------------------------------------------------------------------------------------------
 # what it takes, in hours
@@ -163,7 +162,7 @@ class Workers:
                     return f"exit code {child.returncode}: {last}"
                 if output:
                     output.parent.mkdir(parents=True, exist_ok=True)
-                    run_folder.write(output, printed.encode())
+                    checkpoint.write(output, printed.encode())
             return ""
         except OSError as error:
             return str(error)
@@ -196,15 +195,15 @@ def run(wanted, count):
 
 
 def main(argv=None):
-    p = settings.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("action", choices=("list", "run", "collect"))
     every = tuple(tables.TABLES)
     add("--table", nargs="+", choices=every, default=every, metavar="N",
         help=f"{', '.join(every)} (default: all)")
     add("--scale", choices=SCALES, default="mini", help="(default: mini)")
-    add("--seeds", nargs="+", type=settings.number(int, 0, 2**31), default=[0], help="(default: 0)")
-    add("--jobs", type=settings.number(int, 1, 1024), default=1, help="at a time (default: 1)")
+    add("--seeds", nargs="+", type=config.number(int, 0, 2**31), default=[0], help="(default: 0)")
+    add("--jobs", type=config.number(int, 1, 1024), default=1, help="at a time (default: 1)")
     add("--runs", default="runs", help="folder of the run folders (default: runs)")
     args = p.parse_args(argv)
     if args.action == "collect":
@@ -227,4 +226,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    settings.exit_cleanly(main)
+    config.exit_cleanly(main)

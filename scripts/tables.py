@@ -15,7 +15,7 @@ BENCH = "bench.json"                                     # seconds by method and
 LONG = {"gamma 100": "--gamma_l 100 --gamma_u 100", "gamma 150": "--gamma_l 150 --gamma_u 150",
         "gamma_u 1": "--gamma_l 100 --gamma_u 1",
         "gamma_u 100 reversed": "--gamma_l 100 --gamma_u 100 --reverse_u"}
-TUTORIAL = ("none", "l2ac", "attractor", "single_level", "full_unroll")    # of train_*.py
+TUTORIAL = ("none", "l2ac", "attractor", "single_level")    # methods of train_*.py
 TEST_SETS = {"Test-1 (long-tailed)": "longtail", "Test-2 (reversed)": "reversed",
              "Test-3 (random)": "random"}
 
@@ -91,7 +91,7 @@ def own_flags(base, method, flags):
     return f"{flags} --darp_estimate" if method == "darp" and not alike(flags) else flags
 
 
-def table(number, dataset, columns, text, setting=None):
+def read_cells(number, dataset, columns, text, setting=None):
     """Cells from lines `base method label | paper's number | ...`, one number for each column.
 
     columns: {title: flags}; or, with the flags of one setting for all, {title: test set}.
@@ -108,7 +108,7 @@ def table(number, dataset, columns, text, setting=None):
 
 
 TABLES = {
-    "1": table("1", "cifar10", LONG, """
+    "1": read_cells("1", "cifar10", LONG, """
         supervised vanilla    Vanilla        | 58.8/51.0     | 55.6/44.0 | 58.8/51.0 | 58.8/51.0
         supervised resampling w/ Re-sampling | 55.8/45.1     | 52.2/38.2 | 55.8/45.1 | 55.8/45.1
         supervised ldam       w/ LDAM-DRW    | 62.8/58.9     | 57.9/50.4 | 62.8/58.9 | 62.8/58.9
@@ -127,14 +127,14 @@ TABLES = {
         fixmatch   abc        w/ ABC         | 80.2/78.9     | 74.7/72.2 | 81.3/80.2 | 70.3/67.9
         fixmatch   l2ac       **w/ L2AC**    | 82.1/81.5     | 77.6/75.8 | 89.5/89.2 | 82.2/81.7
         """),
-    "2": table("2", "cifar100", {"CIFAR-100, gamma 10": "--gamma_l 10 --gamma_u 10",
+    "2": read_cells("2", "cifar100", {"CIFAR-100, gamma 10": "--gamma_l 10 --gamma_u 10",
                                  "CIFAR-100, gamma 20": "--gamma_l 20 --gamma_u 20"}, """
         fixmatch none FixMatch    | 55.1/46.7 | 49.5/34.2
         fixmatch darp w/ DARP     | 56.3/48.2 | 50.2/36.0
         fixmatch abc  w/ ABC      | 58.2/51.8 | 53.1/42.2
         fixmatch daso w/ DASO     | 58.3/51.4 | 53.0/39.5
         fixmatch l2ac **w/ L2AC** | 57.8/52.1 | 52.6/43.0
-        """) + table("2", "stl10", {"STL-10, gamma_l 10": "--gamma_l 10",
+        """) + read_cells("2", "stl10", {"STL-10, gamma_l 10": "--gamma_l 10",
                                     "STL-10, gamma_l 20": "--gamma_l 20"}, """
         fixmatch none FixMatch    | 69.6/62.6 (b) | 65.5/26.0 (b)
         fixmatch darp w/ DARP     | 72.9/69.5 (b) | 74.9/72.3 (b)
@@ -142,7 +142,7 @@ TABLES = {
         fixmatch daso w/ DASO     | 78.2/77.4     | 75.4/74.4
         fixmatch l2ac **w/ L2AC** | 79.9/79.1     | 77.0/75.8
         """),
-    "3": table("3", "sun397", {"SUN397": ""}, """
+    "3": read_cells("3", "sun397", {"SUN397": ""}, """
         supervised vanilla Vanilla     | 38.3/29.9
         supervised crt     cRT         | 39.3/33.7
         fixmatch   none    FixMatch    | 44.9/35.7
@@ -150,36 +150,37 @@ TABLES = {
         fixmatch   abc     w/ ABC      | 47.0/39.2
         fixmatch   l2ac    **w/ L2AC** | 48.8/40.6
         """),
-    "4": table("4", "cifar10", {f"CIFAR-10, beta {b} %": f"{LONG['gamma 100']} --beta {b / 100}"
-                                for b in (1, 5, 10, 20, 30)}, """
+    "4": read_cells("4", "cifar10", {
+        f"CIFAR-10, beta {b} %": f"{LONG['gamma 100']} --beta {b / 100}"
+        for b in (1, 5, 10, 20, 30)}, """
         fixmatch none FixMatch    | 54.9/16.5 | 65.1/35.5 | 69.0/53.9 | 72.0/62.2 | 76.5/74.3
         fixmatch l2ac **w/ L2AC** | 62.8/55.8 | 75.9/74.1 | 79.3/78.4 | 80.8/79.9 | 83.6/83.2
-        """) + table("4", "stl10", {f"STL-10, beta {b} %": f"--gamma_l 10 --beta {b / 100}"
+        """) + read_cells("4", "stl10", {f"STL-10, beta {b} %": f"--gamma_l 10 --beta {b / 100}"
                                     for b in (5, 10, 20, 40, 60)}, """
         fixmatch none FixMatch    | 46.5/19.9 | 48.8/27.0 | 58.2/39.8 | 67.2/60.7 | 69.2/67.6
         fixmatch l2ac **w/ L2AC** | 62.8/57.1 | 66.5/62.9 | 72.6/70.6 | 77.0/75.7 | 78.8/77.9
         """),
-    "5": table("5", "cifar10", {k: LONG[k] for k in ("gamma 100", "gamma_u 100 reversed")}, """
+    "5": read_cells("5", "cifar10", {k: LONG[k] for k in ("gamma 100", "gamma_u 100 reversed")}, """
         fixmatch none         FixMatch                   | 71.5/68.8 (a) | 65.5/26.0
         fixmatch attractor    FixMatch w/ bias attractor | 73.9/70.7     | 66.6/44.8
         fixmatch single_level L2AC w/o bi-level training | 78.4/76.6     | 79.3/78.0
         fixmatch l2ac         **L2AC**                   | 82.1/81.5     | 82.2/81.7
         """),
-    "6": table("6", "cifar10", TEST_SETS, """
+    "6": read_cells("6", "cifar10", TEST_SETS, """
         fixmatch none   FixMatch    | 72.4/66.3/86.1     | 72.7/66.9/56.6     | 72.3/65.7/75.6
         fixmatch darp   w/ DARP     | 74.8/72.5/86.3     | 75.5/73.2/63.9     | 75.6/73.3/77.4
         fixmatch crest+ w/ CReST+   | 77.8/76.5/86.3 (c) | 77.2/74.8/68.9 (c) | 77.5/76.3/80.3 (c)
         fixmatch abc    w/ ABC      | 80.2/79.2/88.1     | 80.2/79.0/71.7     | 80.1/79.0/82.8
         fixmatch l2ac   **w/ L2AC** | 82.6/82.0/87.2     | 82.4/81.8/78.6     | 82.7/82.1/83.9
         """, LONG["gamma 100"]),
-    "7": table("7", "cifar10", {f"step, {column}": f"--imbalance step {LONG[column]}"
+    "7": read_cells("7", "cifar10", {f"step, {column}": f"--imbalance step {LONG[column]}"
                                 for column in ("gamma 100", "gamma_u 1")}, """
         fixmatch none FixMatch    | 55.0/24.4 | 60.1/18.32
         fixmatch darp w/ DARP     | 58.6/30.0 | -
         fixmatch abc  w/ ABC      | 75.1/67.5 | 75.8/69.2
         fixmatch l2ac **w/ L2AC** | 76.7/74.5 | 81.8/80.5
         """),
-    "8": table("8", "bench", {"CIFAR-10 (K = 10)": "10", "CIFAR-100 (K = 100)": "100"}, """
+    "8": read_cells("8", "bench", {"CIFAR-10 (K = 10)": "10", "CIFAR-100 (K = 100)": "100"}, """
         fixmatch none        FixMatch             | 1.00 (19.6 it/s) | 1.00 (19.6 it/s)
         fixmatch darp        w/ DARP              | 1.08 (18.2 it/s) | 2.61 (7.5 it/s)
         fixmatch abc         w/ ABC               | 1.30 (15.1 it/s) | 1.32 (14.9 it/s)

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-import run_folder
-import settings
+from support import config
 
 CLOCKS = {"seconds", "it_per_s", "sec_per_iter", "peak_memory_mb"}
 RUN = ("--dataset synthetic --image_size 8 --model wrn-10-2 --batch_size 8 --iters 120 "
@@ -87,7 +86,7 @@ def content(folder):
     with open(folder / "log.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     result = json.loads((folder / "result.json").read_text())
-    state["config"] = {k: v for k, v in state["config"].items() if k not in run_folder.FREE}
+    state["config"] = {k: v for k, v in state["config"].items() if k not in config.FREE}
     return {"last.pt": state, "log.csv": rows, "result.json": result}
 
 
@@ -136,11 +135,11 @@ def torture(args, folder, output):
 
 
 def main(argv=None):
-    p = settings.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("--kills", type=settings.number(int, 1), default=20)
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("--kills", type=config.number(int, 1), default=20)
     p.add_argument("--script", choices=tuple(MORE), default="train_fixmatch")
-    p.add_argument("--processes", type=settings.number(int, 1, 8), default=1)
-    p.add_argument("--seed", type=settings.number(int, 0), default=0, help="of the moments")
+    p.add_argument("--processes", type=config.number(int, 1, 8), default=1)
+    p.add_argument("--seed", type=config.number(int, 0), default=0, help="of the moments")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         output = open(Path(folder) / "output.txt", "w+b")
@@ -152,4 +151,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    settings.exit_cleanly(main)
+    config.exit_cleanly(main)

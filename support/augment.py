@@ -81,7 +81,8 @@ def weak(x, rng, normalise, shard=(0, 1), cutout=False):
     cx = rng.integers(w, size=N * size)[mine, None]
     row = np.float32((cy - half <= i) & (i < cy + half))  # floats: faster than bool on a CPU
     column = np.float32((cx - half <= j) & (j < cx + half))
-    return normalise(x, 1 - to_device(row[:, None, :, None], x) * to_device(column[:, None, None], x))
+    cut = to_device(row[:, None, :, None], x) * to_device(column[:, None, None], x)
+    return normalise(x, 1 - cut)                          # (N, 1, H, W)
 
 
 def strong(x, rng, normalise, n=3, m=4, shard=(0, 1)):
@@ -130,19 +131,20 @@ def randaugment(x, op, v, centre):
     source = source_map(op[move], v[move], x).split(sizes[:, MOVE].tolist())
     covered = box_mask(v[box], cx[box], cy[box], x).split(sizes[:, BOX].tolist())
     factor = to_device(np.float32(v[enh])[:, None, None, None], x).split(enh.sum(1).tolist())
+    colour = to_device(BOX_COLOUR, x)
     for i, (auto, equal, fixed, move, box, contrast, color, sharp) in enumerate(sizes.tolist()):
         x = x.index_select(0, steps[i])                   # a copy: families are changed in place
-        tabled, moved, boxed, enhanced = x.split(
-            [auto + equal + fixed, move, box, contrast + color + sharp])
+        tabled, moved, boxed, toned, sharpened = x.split(
+            [auto + equal + fixed, move, box, contrast + color, sharp])
         if len(tabled):
             look_up(tabled, auto, equal, tables[i])
         if move:                                          # read through a black frame, 1 pixel wide
             framed = F.pad(moved, (1, 1, 1, 1)).flatten(2)
             torch.gather(framed, 2, source[i], out=moved.view(move, 3, -1))
         if box:
-            torch.where(covered[i], to_device(BOX_COLOUR, x), boxed, out=boxed)
-        if len(enhanced):
-            enhance(enhanced, contrast, color, factor[i])
+            torch.where(covered[i], colour, boxed, out=boxed)
+        if len(factor[i]):
+            enhance(toned, sharpened, contrast, factor[i])
     return x.index_select(0, last)
 
 
@@ -163,7 +165,7 @@ def fixed_tables(op, v, x):
     added = np.minimum(i + v[solarize_add], 255).astype(int)
     table[solarize_add] = np.where(added < 128, added, 255 - added)
     table[brightness] = np.minimum(np.float32(i) * np.float32(v[brightness]), 255)
-    return to_device(table.astype(np.uint8)[:, None], x).expand(-1, 3, -1)
+    return to_device(table.astype(np.uint8)[:, None].repeat(3, axis=1), x)
 
 
 def look_up(x, auto, equal, tables):
@@ -175,14 +177,13 @@ def look_up(x, auto, equal, tables):
     # AutoContrast maps darkest..brightest, in each channel, to 0..255. It takes double precision to
     # truncate as PIL does; mps has none and may be 1 off.
     levels = to_device(np.arange(256, dtype="f4" if x.device.type == "mps" else "f8"), x)
-    stretch = pixels[:auto]
+    stretch, flatten, _ = index.split([auto, equal, len(tables)])
     lo, hi = stretch.amin(2, keepdim=True), stretch.amax(2, keepdim=True)
     scale = levels[255:] / (hi - lo)                      # 255 / ... would round a reciprocal
     stretched = levels * scale - lo * scale               # (auto, 3, 256)
 
     # Equalize maps a level to the number of darker pixels, in steps. Not with bincount, which waits
     # for the GPU. float32 counts exactly, and may divide by zero.
-    flatten = index[auto:auto + equal]
     count = torch.zeros(equal, 3, 256, device=x.device)
     count.scatter_add_(2, flatten, torch.ones_like(flatten, dtype=torch.float32))
     darker = count.cumsum(2).sub_(count)
@@ -232,19 +233,18 @@ def box_mask(v, cx, cy, x):
     return to_device(row[:, None, :, None], x) & to_device(column[:, None, None], x)
 
 
-def enhance(x, contrast, color, factor):
-    """PIL's ImageEnhance, in place: x (k, 3, H, W) <- base + factor * (x - base), clipped and
-    truncated. The first `contrast` images get Contrast, the next `color` Color, others Sharpness."""
-    toned, sharp = x.split([contrast + color, len(x) - contrast - color])
-    # Color's base is the grey of each pixel, Contrast's their mean. LUMA holds multiples of 2^-16:
-    # float32 is exact.
-    grey = (toned * to_device(LUMA, x)).sum(1, keepdim=True).add_(0.5).floor_()  # (k, 1, H, W)
+def enhance(toned, sharp, contrast, factor):
+    """PIL's ImageEnhance, in place: x <- base + factor * (x - base), clipped and truncated.
+    Of the images in `toned`, the first `contrast` get Contrast, the others Color."""
+    # Color's base is the grey of each pixel, Contrast's their mean. LUMA holds multiples of 2^-16,
+    # so that float32 is exact.
+    grey = (toned * to_device(LUMA, toned)).sum(1, keepdim=True).add_(0.5).floor_()   # (k, 1, H, W)
     flat = grey[:contrast]
     flat.copy_(flat.mean((2, 3), keepdim=True).add_(0.5).floor_())
-    # Sharpness: a 3 x 3 mean whose centre has weight 5, rounded. PIL keeps the edge pixels.
+    # Sharpness: a 3 x 3 mean whose centre has weight 5. PIL leaves out the edge pixels.
     inner = sharp[:, :, 1:-1, 1:-1]
     total = sharp.float().unfold(2, 3, 1).sum(-1).unfold(3, 3, 1).sum(-1).add_(inner, alpha=4)
-    smooth = total.add_(6.5).div_(13).floor_()
+    smooth = total.div_(13).round_()                      # thirteenths have no ties
     factors = factor.split([len(toned), len(sharp)])
-    for part, base, f in zip((toned, inner), (grey, smooth), factors):
-        part.copy_((part - base).mul_(f).add_(base).clamp_(0, 255))
+    for x, base, f in zip((toned, inner), (grey, smooth), factors):
+        x.copy_((x - base).mul_(f).add_(base).clamp_(0, 255))

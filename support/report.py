@@ -111,7 +111,8 @@ def format_table(groups, part, names, markdown=False):
         if row[0] != section:
             section = row[0]
             rows.append([section, *[""] * len(groups)])
-        rows.append([f"  {row[1]}", *(format_cell(m[row], s.get(row)) for m, s in zip(means, spreads))])
+        rows.append([f"  {row[1]}", *(format_cell(mean[row], spread.get(row))
+                                      for mean, spread in zip(means, spreads))])
     if markdown:
         rule = "|---|" + "--:|" * len(groups)
         lines = ["| " + " | ".join(c.strip() for c in row) + " |" for row in rows]

@@ -2,7 +2,7 @@
 
     run = Run(cfg)                            device, ranks
     start = run.open(dataset, ..., parts)     lock --out, restore a checkpoint, print the settings
-    if run.after_step(step, judge, ...):      log, finite check, evaluation, checkpoint, stop request
+    if run.after_step(step, judge, ...):      log, finite check, evaluation, checkpoint, stop signal
     run.finish(...)                           result.json
 
 Its files are in checkpoint.py, its flags in config.py. No loss, no `if method ==`.
@@ -53,7 +53,7 @@ class Run:
             distributed.sync_gradients(*modules)
 
     def join_ranks(self, *parts):
-        """Local batches -> the global batch: each part's rows of all ranks, the parts end to end."""
+        """Local batches -> the global batch: each part's rows of all ranks, parts end to end."""
         if self.size > 1:
             parts = [distributed.all_gather(part) for part in parts]
         return torch.cat(parts)

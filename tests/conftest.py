@@ -1,0 +1,127 @@
+"""What the tests share: tiny runs, comparison of checkpoints, exit codes, a cached dataset."""
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import train_fixmatch
+from support import config
+from support import run as run_module
+
+# A few seconds become tenths: one thread, 8 x 8 pixels, a low threshold, so that pseudo-labels
+# count at once. No --iters: a test says how long its run is.
+TINY = "--image_size 8 --batch_size 6 --eval_every 3 --threads 1 --device cpu"
+FLOAT64 = torch.float64
+
+synthetic = data.synthetic
+
+
+@lru_cache
+def synthetic_once(size=16):
+    """The synthetic dataset, made once per size, with 20 test images of each class."""
+    return synthetic(size, per_class_test=20)
+
+
+@pytest.fixture(autouse=True)
+def tiny_synthetic_data(monkeypatch):
+    monkeypatch.setattr(data, "synthetic", synthetic_once)
+
+
+@pytest.fixture(autouse=True)
+def clean_process():
+    """One thread (for so little work more only wait), and no stop request left behind."""
+    torch.set_num_threads(1)
+    yield
+    run_module.stop_signal.requested = False
+
+
+# ---------------------------------------------------------------------------------------------
+# runs
+
+
+def train(out, flags="", main=train_fixmatch.main, on_step=None):
+    """last.pt of a tiny run of six iterations, or its exit status if it was stopped."""
+    argv = [*TINY.split(), "--iters", "6", *flags.split(), "--out", str(out)]
+    return main(argv, on_step) or checkpoint(out)
+
+
+def checkpoint(out):
+    return torch.load(out / "last.pt", weights_only=True)
+
+
+def stopped(out, flags, after, main=train_fixmatch.main):
+    """last.pt of a run that a stop signal reaches in iteration `after`."""
+    def on_step(step, losses):
+        run_module.stop_signal.requested = step == after - 1
+    assert train(out, flags, main, on_step) == 130
+    run_module.stop_signal.requested = False
+    state = checkpoint(out)
+    assert state["step"] == after
+    return state
+
+
+def same(a, b):
+    """Equality of nested checkpoints, bit for bit; the clock and the command line may differ."""
+    if isinstance(a, dict):
+        skip = {"seconds", "it_per_s", "config"}
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a.keys() - skip)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return a == b or (a != a and b != b)
+
+
+def log_rows(state):
+    """The rows of log.csv, without the clock."""
+    return [{k: v for k, v in row.items() if k != "it_per_s"} for row in state["history"]]
+
+
+def files(folder):
+    return {f.name: f.read_bytes() for f in folder.iterdir()}
+
+
+def exit_of(main, argv, capsys):
+    """(exit code, stderr) of a script called with argv."""
+    with pytest.raises(SystemExit) as end:
+        config.exit_cleanly(lambda: main(argv))
+    return end.value.code, capsys.readouterr().err
+
+
+def own_npz(folder):
+    """An .npz of noise: 5 classes, of which 4 are tested, and unlabeled images."""
+    g = np.random.default_rng(0)
+
+    def images(n):
+        return g.integers(0, 256, (n, 20, 20, 3), dtype=np.uint8)
+    np.savez(folder / "own.npz", x_train=images(60), y_train=np.arange(60) % 5,
+             x_test=images(20), y_test=np.arange(20) % 4, x_unlabeled=images(80))
+    return folder / "own.npz"
+
+
+# ---------------------------------------------------------------------------------------------
+# derivatives
+
+
+def central_differences(module, function, step=1e-6):
+    """d function() / d parameters of the module, one number at a time."""
+    gradients = []
+    for p in module.parameters():
+        gradient = torch.zeros_like(p)
+        for i in range(p.numel()):
+            values = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    p.view(-1)[i] += sign * step
+                    values.append(function())
+                    p.view(-1)[i] -= sign * step
+            gradient.view(-1)[i] = (values[0] - values[1]) / (2 * step)
+        gradients.append(gradient)
+    return gradients
+
+
+def relative_difference(ours, theirs):
+    a, b = (torch.cat([t.flatten() for t in tensors]) for tensors in (ours, theirs))
+    return ((a - b).norm() / b.norm()).item()
