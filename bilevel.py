@@ -71,14 +71,10 @@ def update(s, g):
     return s.param - s.lr * m_hat / (v_hat.clamp_min(1e-30).sqrt() + s.eps)
 
 
-def balanced_loss(z_b, y_b, weight, bias):
-    return F.cross_entropy(F.linear(z_b, weight, bias), y_b)                   # Eq. 5
-
-
 def omega_step(attractor, optimizer, *args):
     """Move omega by the gradient of L_bal; arguments of omega_gradient. (L_bal, gradient norm)"""
     loss_bal, gradient = omega_gradient(attractor, *args)
-    for p, g in zip(attractor.parameters(), gradient):
+    for p, g in zip(attractor.parameters(), gradient, strict=True):
         p.grad = g
     optimizer.step()                                                           # Eq. 6
     return loss_bal, torch.nn.utils.get_total_norm(gradient)
@@ -100,7 +96,7 @@ def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b, mean_over_
     g = mean_over_ranks([rows.T @ z, rows.sum(0)])                             # (K, D), (K,) Eq. 3
     for part in g:
         part.requires_grad_()
-    loss_bal = balanced_loss(z_b, y_b, *map(update, inner, g))                 # Eq. 4, 5
+    loss_bal = F.cross_entropy(F.linear(z_b, *map(update, inner, g)), y_b)     # Eq. 4, 5
     c_weight, c_bias = mean_over_ranks(torch.autograd.grad(loss_bal, g))       # (K, D), (K,)
     u = z @ c_weight.T + c_bias                                                # (N, K)
     gradient = torch.autograd.grad((r * u).sum(), list(attractor.parameters()))
@@ -114,5 +110,5 @@ def reference_gradient(attractor, lower_loss, z, inner, z_b, y_b):
     l_hat = logits + attractor(logits.detach())                                # Eq. 2
     loss, *_ = lower_loss(l_hat)
     g = torch.autograd.grad(loss, (weight, bias), create_graph=True)           # Eq. 3
-    loss_bal = balanced_loss(z_b, y_b, *map(update, inner, g))                 # Eq. 4, 5
+    loss_bal = F.cross_entropy(F.linear(z_b, *map(update, inner, g)), y_b)     # Eq. 4, 5
     return loss_bal.detach(), torch.autograd.grad(loss_bal, list(attractor.parameters()))

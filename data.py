@@ -84,7 +84,7 @@ class Dataset:
                 stream.expect = self.images.expect
 
 
-def prepare(cfg, device):
+def load_split(cfg, device):
     """The dataset on the device, and the indices of its labeled and of its unlabeled images."""
     dataset = rank0_first(lambda: load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
     return dataset, *split(dataset, cfg)
@@ -222,7 +222,7 @@ def wanted_counts(dataset, cfg):
             raise UserError("--ratio divides every class alike and does not go with --n1, "
                             "--gamma_l, --m1, --gamma_u or --beta; leave it or them out")
         labeled = [int(size / (1 + cfg.ratio)) for size in sizes]
-        return labeled, [size - n for size, n in zip(sizes, labeled)]
+        return labeled, [size - n for size, n in zip(sizes, labeled, strict=True)]
     if all(value is None for value in [*given.values(), cfg.beta]):
         return None, None
     own_pool = m1 is None and cfg.gamma_u is None and (dataset.labels < 0).any()
@@ -250,7 +250,7 @@ def split(dataset, cfg):
     if m_counts is None:
         return split_with_own_pool(dataset, cfg, n_counts)
     labeled, unlabeled = [], []
-    for k, (n, m) in enumerate(zip(n_counts, m_counts)):
+    for k, (n, m) in enumerate(zip(n_counts, m_counts, strict=True)):
         members = draw_members(dataset, cfg, k, n, m)
         labeled.append(members[:n])
         unlabeled.append(members[0 if cfg.pool == "union" else n:])

@@ -140,7 +140,7 @@ def load_data(name, data_dir, image_size):
 def load_run(folder, device="cpu"):
     """The FinishedRun of a folder that a training script wrote."""
     folder = Path(folder)
-    state = checkpoint.load(folder)
+    state = checkpoint.load_checkpoint(folder)
     if state is None:
         raise UserError(f"{folder} holds no run (there is no last.pt); name a folder that a "
                         f"training script wrote")
@@ -267,7 +267,7 @@ def choose_test(labels, num_classes, kind, gamma, seed):
                         f"smallest has {full}; choose a smaller one")
     if kind == "random":
         counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)
-    return [i for m, n in zip(members, counts) for i in m[:n]]
+    return [i for m, n in zip(members, counts, strict=True) for i in m[:n]]
 
 
 def judge_on(folder, kind, gamma, seed):
@@ -276,7 +276,8 @@ def judge_on(folder, kind, gamma, seed):
     dataset, predicted = run.dataset, run.test_scores.argmax(1)
     index = choose_test(dataset.test_labels.numpy(), dataset.num_classes, kind, gamma, seed)
     confusion = confusion_matrix(dataset.test_labels[index], predicted[index], dataset.num_classes)
-    return folder, dict(zip(dataset.names, confusion.sum(1).tolist())), metrics(confusion)
+    counts = dict(zip(dataset.names, confusion.sum(1).tolist(), strict=True))
+    return folder, counts, metrics(confusion)
 
 
 def print_imbalanced(folders, kind, gamma, seed, as_json):

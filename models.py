@@ -27,8 +27,7 @@ class Norm(nn.BatchNorm2d):
         self.num_batches_tracked = None
 
 
-def activate(x):
-    return F.leaky_relu(x, 0.1)
+activate = partial(F.leaky_relu, negative_slope=0.1)
 
 
 class Unit(nn.Module):
@@ -117,7 +116,7 @@ def build(name, num_classes, bn_momentum=0.001, quirk=False):
     return WideResNet(depth, width, num_classes, bn_momentum, quirk)
 
 
-def prepare(cfg, num_classes, device, heads=None):
+def build_with_ema(cfg, num_classes, device, heads=None):
     """The network on the device, its EMA, and the function that makes features.
 
     heads: changes the classifiers of the new network, for methods that have others

@@ -60,18 +60,16 @@ def main(argv=None, on_step=None):
     cfg = config.read(argv, "mixmatch", __doc__)
     run = Run(cfg, on_step)
     device, shard = run.device, (run.rank, run.size)
-    dataset, index_l, index_u = data.prepare(cfg, device)
+    dataset, index_l, index_u = data.load_split(cfg, device)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled", shard)
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled", shard)
     stream_b = data.BalancedStream(index_l, dataset.labels, cfg.batch_size, cfg.seed, shard)
     dataset.read_ahead(stream_l, stream_u, stream_b)
-
-    def view(x, purpose, step):
-        return weak(x, data.rng(cfg.seed, purpose, step), normalise, shard)
+    rng, view = partial(data.rng, cfg.seed), partial(weak, normalise=normalise, shard=shard)
 
     # ------------------------------------------------------------------------- model, optimizers
-    model, ema, features = models.prepare(cfg, dataset.num_classes, device)
+    model, ema, features = models.build_with_ema(cfg, dataset.num_classes, device)
     attractor = BiasAttractor(dataset.num_classes, cfg.hidden, cfg.attractor_input).to(device)
     adaptive_labels = config.adaptive_labels(cfg)
     joint = cfg.method in ("attractor", "single_level")       # ablations: omega trained on L itself
@@ -102,11 +100,11 @@ def main(argv=None, on_step=None):
         # 1) Batches and views: pure functions of (seed, step).
         x_l, y_l = dataset.take(stream_l.batch(step))         # (B, 3, H, W), (B,)
         x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
-        x_l, x_w = view(x_l, "labeled view", step), view(x_u, "weak view", step)
-        x_v = view(x_u, "second weak view", step)             # (U, 3, H, W)
+        x_l, x_w = view(x_l, rng("labeled view", step)), view(x_u, rng("weak view", step))
+        x_v = view(x_u, rng("second weak view", step))             # (U, 3, H, W)
         if omega_turn or cfg.method == "single_level":
             x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
-            x_b = view(x_b, "balanced view", step)
+            x_b = view(x_b, rng("balanced view", step))
 
         # 2) Soft labels: by the live network, with each batch's own BatchNorm statistics.
         with torch.no_grad(), models.frozen_bn_stats(model):

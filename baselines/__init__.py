@@ -1,7 +1,8 @@
-"""The comparison methods. One file holds the mathematics of one method; train.py holds the loop.
+"""The comparison methods: one file per method, and train.py with the training loop they share.
 
-`Method` is everything that a method may change in that loop. Its calls do nothing of their own, so
-that a subclass reads as the difference between the method and its base. README.md: add your own.
+`Method` has one call for everything that a method may change in that loop. Its defaults are the
+plain base method, so a subclass holds only what differs from it. How to add a method: README.md in
+this folder.
 
     B labeled, U unlabeled images in the local batch; N rows of the loss; K classes; D features
 """
@@ -19,36 +20,36 @@ from support.augment import Normalise
 
 @dataclass
 class Context:
-    """What the loop has at hand, for its method."""
-    cfg: object                    # all flags
+    """What the loop shares with its method."""
+    cfg: object                    # argparse.Namespace of all flags
     device: torch.device
     shard: tuple                   # (rank, size)
     dataset: data.Dataset
-    index_l: np.ndarray            # which images are labeled
-    index_u: np.ndarray            # which are not
+    index_l: np.ndarray            # (N_l,) indices of the labeled images in the dataset
+    index_u: np.ndarray            # (N_u,) of the unlabeled ones
     stream_l: data.IndexStream
-    counts: torch.Tensor           # (K,) float64, N_k
+    counts: torch.Tensor           # (K,) float64, N_k: labeled images per class; on the CPU
     normalise: Normalise
     model: nn.Module
     ema: models.EMA
     optimizer: torch.optim.Optimizer
-    features: object               # (N, 3, H, W) -> (N, D), the network under autocast
+    features: object               # function (N, 3, H, W) -> (N, D), with autocast
 
 
 @dataclass
 class Batch:
-    """The local batch of one iteration; the loop fills in what it comes to."""
+    """The local batch of one iteration. Fields that are None are filled in as the loop goes on."""
     step: int
     x_l: torch.Tensor              # (B, 3, H, W) weak views
     y_l: torch.Tensor              # (B,)
-    index_u: np.ndarray = None     # (U,) which unlabeled images
+    index_u: np.ndarray = None     # (U,) indices in the dataset
     x_u: torch.Tensor = None       # (U, 3, H, W) uint8, not augmented
-    z_u: torch.Tensor = None       # (U, D) of their weak views
-    z: torch.Tensor = None         # (N, D) of all rows of the loss
+    z_u: torch.Tensor = None       # (U, D) features of their weak views, no gradient
+    z: torch.Tensor = None         # (N, D) features of all rows of the loss
 
 
 def row_lookup(index_u, total):
-    """(total,) array that turns an image's number in the dataset into its row among `index_u`."""
+    """(total,): position in `index_u` (U,) of each image of the dataset, -1 if it is not there."""
     rows = np.full(total, -1)
     rows[index_u] = np.arange(len(index_u))
     return rows
@@ -58,12 +59,12 @@ class Method(nn.Module):
     """The plain base method. Buffers of a subclass are saved with the run and restored with it.
 
     An epoch is --eval_every iterations, as in the protocol.
-    With several ranks (support/distributed.py) a batch is the local one. What a method *learns*
-    from it has to be the same on every rank: all_gather it first. The two losses are means over
-    the local batch; random draws are for the global batch, and a rank takes its local_slice.
+    With several ranks (support/distributed.py) a batch is the local batch. State that a method
+    updates from it must be the same on every rank: all_gather first. The losses are means over the
+    local batch. Random numbers are drawn for the global batch; each rank takes its local_slice.
     """
 
-    # ------------------------------------------------------------------------ before there is a run
+    # ------------------------------------------------------------------------------- before the run
 
     @staticmethod
     def flags(p):
@@ -71,11 +72,11 @@ class Method(nn.Module):
 
     @staticmethod
     def check(cfg):
-        """Refuse or complete the settings."""
+        """Complete the flags, or raise UserError."""
 
     @staticmethod
     def heads(model):
-        """Replace or add classifiers of a new network; evaluate.py needs this too."""
+        """Replace or add classifiers of a new network, in place; evaluate.py calls this too."""
 
     def __init__(self, ctx):
         super().__init__()
@@ -83,36 +84,37 @@ class Method(nn.Module):
 
     # ------------------------------------------------------------------------------ inside the loop
 
-    milestones = ()           # numbers of iterations after which an epoch ends besides the others
+    milestones = ()           # epochs also end after these numbers of iterations
 
     def schedule(self, step):
-        """(this step, of how many), for what grows over a training."""
+        """(step, number of steps), for the ramp of lambda_u."""
         return step, self.ctx.cfg.iters
 
     def labeled(self, step):
-        """Which labeled images come next: indices (B,) and labels (B,)."""
+        """The labeled batch: indices (B,) in the dataset and labels (B,)."""
         index = self.ctx.stream_l.batch(step)
         return index, self.ctx.dataset.labels[index]
 
     def supervised_loss(self, logits, target, step):
-        """Of the labeled rows; logits (B, K), target (B,) or, after mixup, (B, K)."""
+        """Loss of the labeled rows: logits (B, K), target (B,) or, after mixup, (B, K)."""
         return F.cross_entropy(logits, target)
 
     def refine(self, p, batch):
-        """Probabilities (U, K) that pseudo-labels are made of (MixMatch: sharpened ones). Called
-        without gradients, when batch.z_u is there and batch.z is not."""
+        """p (U, K) of the unlabeled images -> (U, K) from which pseudo-labels are made. Without
+        gradients. MixMatch: p is the sharpened guess. batch.z_u is set; FixMatch and MixMatch set
+        batch.z only later."""
         return p
 
     def extra_loss(self, batch):
-        """Added to the loss."""
+        """A scalar that is added to the loss. batch.z is set."""
         return 0
 
     def after_epoch(self, done):
-        """After `done` iterations, when the EMA has been evaluated and before anything is saved."""
+        """After `done` iterations: the EMA has been evaluated, the checkpoint is not yet saved."""
 
     @staticmethod
     def predict(model, x):
-        """Test images (N, 3, H, W) -> scores (N, K)."""
+        """Test images (N, 3, H, W), normalised -> logits (N, K). model: the EMA in eval mode"""
         return model(x)
 
     @staticmethod

@@ -1,15 +1,15 @@
 """ABC: an auxiliary classifier on the same features that sees every class equally often.
 
-The thinning is random: an image of class k is kept with probability b_k = N_min / N_k, so the
-second head learns from a balanced stream, while features and pseudo-labels of the base method go
-on as before. At test time the second head predicts.
+An image of class k enters its loss with probability b_k = N_min / N_k, so the auxiliary classifier
+learns from balanced classes. The base method keeps its own classifier, losses and pseudo-labels.
+At test time the auxiliary classifier predicts.
 
     L_cls = 1/B sum_i m_i H(y_i, l_a(x_i))                 m_i ~ Bernoulli(b_{y_i})
     L_con = sum_views 1/U sum_u [max q >= tau] n_u H(q, l_a(strong view of u))
             q = softmax l_a(weak view of u), soft and constant;  n_u ~ Bernoulli(b_{argmax q}(e))
-    b_k(e) = 1 - (1 - b_k) e/E                             pseudo-labels are thinned ever more
+    b_k(e) = 1 - (1 - b_k) e/E                             from 1 to b_k over the epochs
 
-Thinning pseudo-labels by the labeled ratio is right only where M_k ~ N_k.
+Thinning pseudo-labels by the labeled counts is right only if M_k is proportional to N_k.
 """
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ def keep_rates(counts):
 
 
 def annealed(rates, share):
-    """b_k(e) at this share e/E of the run, from 1 to b_k."""
+    """b_k(e) (K,) from b_k (K,) and share = e/E, the part of the run that is over."""
     return 1 - share * (1 - rates)
 
 
@@ -41,9 +41,10 @@ def thinned_loss(logits, y, rates, draw):
 
 
 def consistency_loss(logits, q, rates, draw):
-    """L_con. logits (SU, K): S strong views of each image; q (U, K), draw (U,) shared by its views.
+    """L_con, summed over the views of an image.
 
-    The views are summed, not averaged.
+    logits (SU, K): S strong views of each image; q (U, K); rates (K,); draw (U,) in [0, 1), one
+    number for all views of an image.
     """
     confidence, y = q.max(1)
     kept = ((confidence >= TAU) & (draw < rates[y])).float()                   # (U,)
@@ -63,6 +64,7 @@ class ABC(Method):
         self.rates = keep_rates(ctx.counts).float().to(ctx.device)             # (K,)
 
     def uniform_draws(self, purpose, step, rows):
+        """(rows,) in [0, 1): this rank's slice of the draws for the global batch."""
         rank, size = self.ctx.shard
         draws = data.rng(self.ctx.cfg.seed, purpose, step).random(rows * size, dtype="float32")
         return torch.from_numpy(local_slice(draws, rank, size)).to(self.ctx.device)
@@ -73,7 +75,7 @@ class ABC(Method):
         z_l, z_s = self.unmixed(batch) if cfg.base == "mixmatch" else batch.z.split(
             [labeled, len(batch.z) - labeled])                                 # (B, D), (SU, D)
         q = head(batch.z_u).detach().softmax(1)                                # (U, K)
-        epoch_start = batch.step - batch.step % cfg.eval_every                 # annealed by epoch
+        epoch_start = batch.step - batch.step % cfg.eval_every                 # fixed in an epoch
         rates = annealed(self.rates, epoch_start / cfg.iters)
         draw_l = self.uniform_draws("ABC labeled", batch.step, labeled)        # (B,)
         draw_u = self.uniform_draws("ABC unlabeled", batch.step, len(q))       # (U,)
@@ -81,8 +83,8 @@ class ABC(Method):
                 + consistency_loss(head(z_s), q, rates, draw_u))
 
     def unmixed(self, batch):
-        """MixMatch trains on mixtures only: clean labeled views and two strong views of their own.
-        They leave the base method's BatchNorm statistics alone."""
+        """Features (B, D) of the labeled views and (2U, D) of two strong views of each unlabeled
+        image, for MixMatch, whose own rows are all mixed. BatchNorm's running statistics stay."""
         ctx, views = self.ctx, batch.x_u.repeat_interleave(2, dim=0)
         x_s = strong(views, data.rng(ctx.cfg.seed, "strong view", batch.step), ctx.normalise,
                      shard=ctx.shard)

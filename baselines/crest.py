@@ -1,10 +1,10 @@
 """CReST and CReST+: train to the end, adopt pseudo-labels of rare classes, start again.
 
-A biased classifier finds few images of the rare classes, but those it finds are mostly right. After
-each generation the labeled set is the original one plus, of the n_c unlabeled images predicted as
-class c, the surest mu_c n_c; the network starts from scratch.
+A biased classifier has low recall on rare classes, but high precision. A run consists of several
+generations. After each one the labeled set becomes the original one plus, of the n_c unlabeled
+images predicted as class c, the mu_c n_c most confident ones; the network starts from scratch.
 
-    mu_c = (N_(K-1-r) / N_(0))^alpha      r: rank of class c by labeled images, 0 = most frequent
+    mu_c = (N_(K-1-r) / N_(0))^alpha      N_(0) >= ... >= N_(K-1) sorted; class c has N_c = N_(r)
 
 CReST+ also aligns the pseudo-labels' distribution (progressive distribution alignment):
 
@@ -24,20 +24,20 @@ from support.distributed import all_gather
 
 
 def shares(counts, alpha=1 / 3):
-    """mu (K,) from labeled counts (K,): all of the rarest class, least of the most frequent."""
-    descending = np.argsort(-counts, kind="stable")                            # class of each rank
+    """mu (K,) from labeled counts (K,): 1 for the rarest class, least for the most frequent one."""
+    descending = np.argsort(-counts, kind="stable")                # classes, most frequent first
     mu = np.empty(len(counts))
-    mu[descending] = (np.sort(counts) / counts.max()) ** alpha     # rank r gets N of rank K-1-r
+    mu[descending] = (np.sort(counts) / counts.max()) ** alpha     # place r gets N_(K-1-r)
     return mu
 
 
 def select(predicted, confidence, mu):
-    """Labels (N,) of the adopted images, -1 for the others. predicted, confidence (N,)."""
+    """Labels (N,) of the adopted images, -1 for the others. predicted, confidence (N,), mu (K,)."""
     labels = np.full(len(predicted), -1)
     for k, share in enumerate(mu):
         members = np.flatnonzero(predicted == k)
-        surest = members[np.argsort(-confidence[members], kind="stable")]
-        labels[surest[:int(share * len(members))]] = k
+        ordered = members[np.argsort(-confidence[members], kind="stable")]     # surest first
+        labels[ordered[:int(share * len(members))]] = k
     return labels
 
 
@@ -48,7 +48,7 @@ def alignment_target(counts, generation, generations, lowest=0.5):
 
 
 def milestones(cfg):
-    """After how many iterations the generations end, except the last."""
+    """The numbers of iterations after which a generation ends, without the last one."""
     return tuple(cfg.iters * g // cfg.crest_generations for g in range(1, cfg.crest_generations))
 
 
@@ -77,7 +77,7 @@ class CReST(Method):
         super().__init__(ctx)
         self.counts = ctx.counts.numpy()                                       # (K,) N_k
         self.generation, self.milestones = 0, milestones(ctx.cfg)
-        # what each unlabeled image was adopted as, -1: it was not
+        # label under which each unlabeled image was adopted, -1: it was not
         self.register_buffer("adopted", torch.full((len(ctx.index_u),), -1))
         self.make_stream()
 
@@ -88,7 +88,7 @@ class CReST(Method):
         self.labels = ctx.dataset.labels.copy()
         self.labels[ctx.index_u[chosen]] = adopted[chosen]
         index = np.concatenate([ctx.index_l, ctx.index_u[chosen]])
-        # The first generation is the base method, batch for batch.
+        # The first generation draws the same batches as the base method.
         purpose = f"labeled {self.generation}" if self.generation else "labeled"
         self.stream = data.IndexStream(index, ctx.cfg.batch_size, ctx.cfg.seed, purpose, ctx.shard)
         ctx.dataset.read_ahead(self.stream)
@@ -111,17 +111,17 @@ class CReST(Method):
     def after_epoch(self, done):
         if done not in self.milestones:
             return
-        predicted, confidence = self.look_at_unlabeled()
+        predicted, confidence = self.predict_unlabeled()
         adopted = select(predicted, confidence, shares(self.counts))
-        adopted[np.isin(self.ctx.index_u, self.ctx.index_l)] = -1     # --pool union: has a label
+        adopted[np.isin(self.ctx.index_u, self.ctx.index_l)] = -1     # --pool union: labeled
         self.adopted.copy_(torch.from_numpy(adopted))
         self.generation += 1
         self.restart()
         self.make_stream()
 
     @torch.no_grad()
-    def look_at_unlabeled(self):
-        """The EMA's class and confidence (N,) of every unlabeled image, without augmentation."""
+    def predict_unlabeled(self):
+        """The EMA's class and confidence (N,) for all unlabeled images, without augmentation."""
         ctx, chunks = self.ctx, np.array_split(self.ctx.index_u, len(self.ctx.index_u) // 500 + 1)
         p = torch.cat([ctx.ema.model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1)
                        for c in chunks])                                       # (N, K)
@@ -129,7 +129,7 @@ class CReST(Method):
         return predicted.cpu().numpy(), confidence.cpu().numpy()
 
     def restart(self):
-        """New network, new EMA, new optimizer."""
+        """New weights in the network and its EMA, a new state of the optimizer."""
         ctx, cfg = self.ctx, self.ctx.cfg
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed + 1000003 * self.generation)
@@ -155,8 +155,7 @@ class CReSTPlus(CReST):
         target = alignment_target(self.ctx.counts, self.generation,
                                   self.ctx.cfg.crest_generations).to(p)        # (K,)
         aligned = p * (target + 1e-6) / (self.recent.mean(0) + 1e-6)           # (U, K)
-        # the unaligned ones of the global batch, from the next step on
-        self.recent[batch.step % 128] = all_gather(p).mean(0)
+        self.recent[batch.step % 128] = all_gather(p).mean(0)       # unaligned, for the next steps
         return aligned / aligned.sum(1, keepdim=True)
 
     def restart(self):

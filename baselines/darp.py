@@ -1,13 +1,13 @@
-"""DARP: move all pseudo-labels as little as possible so that each class gets its due number.
+"""DARP: change all pseudo-labels as little as possible so that they have given class counts.
 
     min_R  sum_m  KL(R_m || A_m) / H_m      rows of R sum to 1, column k to t_k
 
-A are the stored predictions of all unlabeled images, trimmed; H_m is the entropy of row m: sure
-rows move least. The optimum is R[m, k] ~ A[m, k] exp(-nu_k H_m), with one number nu_k per class;
-Newton's method finds all at once: no loop over classes, no solver library.
+A are the stored predictions of all unlabeled images, trimmed (`trim`); H_m is the entropy of row m,
+so confident rows change least. The optimum is R[m, k] ~ A[m, k] exp(-nu_k H_m), with one number
+nu_k per class. Newton's method solves for all classes at once.
 
-The due numbers t are the labeled proportions, or (--darp_estimate) an estimate from the confusion
-matrix of a classifier trained on part of the labels.
+The target counts t follow the labeled proportions, or (--darp_estimate) an estimate from the
+confusion matrix of a classifier that was trained on part of the labels.
 """
 import numpy as np
 import torch
@@ -24,12 +24,13 @@ TINY = 1e-6
 
 
 def due_numbers(counts, total):
-    """t_k = N_k |D_u| / sum N. (K,) -> (K,)"""
+    """Target counts t_k = N_k |D_u| / sum N. (K,) -> (K,)"""
     return counts * total / counts.sum()
 
 
 def trim(Q, t, delta=2.0):
-    """A (N, K): for each class the delta t_k surest rows, scaled to sum to t_k; rows normalised."""
+    """Q (N, K), t (K,) -> A (N, K). Each column keeps its delta t_k largest entries, scaled to sum
+    to t_k; then rows are normalised."""
     order = Q.argsort(dim=0, descending=True, stable=True)                     # (N, K)
     first = torch.arange(len(Q), device=Q.device)[:, None] < (delta * t).long()
     kept = Q.double() * torch.zeros_like(first).scatter(0, order, first)
@@ -38,17 +39,18 @@ def trim(Q, t, delta=2.0):
 
 
 def entropy(A):
-    return -(A * (A + TINY).log()).sum(1)                                      # (N,)
+    """H of each row. (N, K) -> (N,)"""
+    return -(A * (A + TINY).log()).sum(1)
 
 
 def column_roots(A, H, a, t, nu):
-    """nu (K,) with sum_m A a exp(-nu H) = t: convex and decreasing in nu, so Newton is safe.
+    """nu (K,) with sum_m A a exp(-nu H) = t, by Newton: the sum is convex and decreasing in nu.
 
-    A (N, K), H (N, 1), a (N, 1), t and the first guess nu (K,).
+    A (N, K), H (N, 1), a (N, 1), t (K,), nu (K,) the initial guess
     """
     for _ in range(30):
         mass = A * a * torch.exp(-nu * H)                                      # (N, K)
-        # Far to the right of the root the slope vanishes: no step is longer than 5.
+        # Far to the right of the root the slope vanishes, so steps are limited to 5.
         step = ((mass.sum(0) - t) / (mass * H).sum(0).clamp_min(1e-12)).clamp(-5, 5)
         nu = nu + step
         if step.abs().max() < 1e-3:
@@ -57,31 +59,32 @@ def column_roots(A, H, a, t, nu):
 
 
 def refined(Q, t, outer=10, delta=2.0):
-    """R (N, K) from the stored predictions Q (N, K) and the due numbers t (K,), in float64."""
+    """R (N, K) from the stored predictions Q (N, K) and the target counts t (K,), in float64."""
     A = trim(Q, t, delta)
     H = entropy(A)[:, None]                                                    # (N, 1)
     nu, guess = torch.ones_like(t), torch.zeros_like(t)
-    for _ in range(outer):                       # rows, then columns, then rows again ...
+    for _ in range(outer):                       # alternate between rows and columns
         a = 1 / (A * torch.exp(-nu * H)).sum(1, keepdim=True)                  # (N, 1)
         nu = guess = column_roots(A, H, a, t, guess)
-    R = A * torch.exp(-nu * H)
+    R = A * torch.exp(-nu * H)                                                 # (N, K)
     return R / R.sum(1, keepdim=True)
 
 
 # ---------------------------------------------------------------------------------------------
-# the estimate of M_k
+# estimate of M_k
 
 
 def invert_confusion(p_held, y_held, p_u):
-    """M^ = C^-1 b and whether to trust it: C[i, j] = mean p_i over held-out images of class j,
-    b = sum of p over the unlabeled images. p_held (H, K), y_held (H,), p_u (N, K), float64."""
-    C = torch.stack([p_held[y_held == j].mean(0) for j in range(p_held.shape[1])], dim=1)
-    M = torch.linalg.solve(C, p_u.sum(0))
+    """M^ = C^-1 b (K,) and whether it is usable. C[i, j]: mean p_i over held-out images of class j;
+    b: sum of p over the unlabeled images. p_held (H, K), y_held (H,), p_u (N, K), float64."""
+    C = torch.stack([p_held[y_held == j].mean(0) for j in range(p_held.shape[1])], dim=1)  # (K, K)
+    M = torch.linalg.solve(C, p_u.sum(0))                                      # (K,)
     return M, bool((M >= 0).all() and torch.linalg.cond(C) < 100)
 
 
 def hold_out_labeled(labels, seed, most=10):
-    """(training rows, held-out rows): up to 10 of each class, at most half of it."""
+    """(rows to train on, held-out rows) of labels (N,): of each class up to `most` are held out, at
+    most half of it but at least one."""
     held = [data.rng(seed, "DARP hold-out", k).permutation(np.flatnonzero(labels == k))
             [:max(1, min(most, (labels == k).sum() // 2))] for k in np.unique(labels)]
     held = np.concatenate(held)
@@ -89,15 +92,17 @@ def hold_out_labeled(labels, seed, most=10):
 
 
 def probabilities(model, ctx, index):
+    """Softmax outputs for images without augmentation. index (N,) -> (N, K) float64"""
     with torch.no_grad():
         return torch.cat([model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1).double()
                           for c in np.array_split(index, len(index) // 500 + 1)])
 
 
-@torch.enable_grad()                             # labels are refined where no gradient is wanted
+@torch.enable_grad()                             # it is called from refine, under no_grad
 def estimate_counts(ctx, epochs=10):
-    """M^ (K,): a plain classifier on the labeled images that are not held out, for 16 % of the run
-    (the reference: 40,000 of 250,000 iterations); the mean over the epochs that can be trusted."""
+    """M^ (K,), by a plain classifier that is trained on the labeled images that are not held out,
+    for 16 % of the iterations of the run (in the reference 40,000 of 250,000). It is estimated ten
+    times; the result is the mean of the usable estimates."""
     cfg, labels = ctx.cfg, ctx.dataset.labels[ctx.index_l]
     rows, held = hold_out_labeled(labels, cfg.seed)
     stream = data.IndexStream(ctx.index_l[rows], 128, cfg.seed, "DARP estimate")
@@ -107,7 +112,7 @@ def estimate_counts(ctx, epochs=10):
     model = model.to(ctx.device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
     steps, trusted = max(epochs, round(0.16 * cfg.iters)), []
-    new = np.setdiff1d(ctx.index_u, ctx.index_l)             # --pool union: labeled ones are known
+    new = np.setdiff1d(ctx.index_u, ctx.index_l)             # --pool union: the others have labels
     print(f"\nDARP: {steps:,} iterations of a classifier that estimates class counts", flush=True)
     for step in range(steps):
         if step in (int(0.8 * steps), int(0.9 * steps)):
@@ -141,7 +146,7 @@ class DARP(Method):
         add("--darp_outer", type=config.number(int, 1), help="rows-columns alternations of one "
             "(default: 10 on cifar10 and synthetic, else 20)")
         add("--darp_delta", type=config.number(float, 1), default=2.0,
-            help="rows kept per class, in units of its due number (default: 2)")
+            help="rows kept per class, in units of its target count (default: 2)")
         add("--darp_estimate", action="store_true", help="estimate the unlabeled distribution "
             "instead of taking the labeled one")
 
@@ -156,11 +161,12 @@ class DARP(Method):
         K, N = ctx.dataset.num_classes, len(ctx.index_u)
         self.rows = row_lookup(ctx.index_u, len(ctx.dataset.labels))
         self.start = round(ctx.cfg.darp_warm * ctx.cfg.iters)
-        self.register_buffer("Q", torch.full((N, K), 1 / K))       # newest raw prediction
-        self.register_buffer("R", torch.full((N, K), 1 / K))       # newest refined one
+        self.register_buffer("Q", torch.full((N, K), 1 / K))       # latest raw predictions
+        self.register_buffer("R", torch.full((N, K), 1 / K))       # latest refined ones
         self.register_buffer("t", torch.zeros(K, dtype=torch.float64))
 
     def due(self):
+        """t (K,)."""
         ctx = self.ctx
         if not ctx.cfg.darp_estimate:
             return due_numbers(ctx.counts, len(ctx.index_u))
@@ -177,4 +183,4 @@ class DARP(Method):
             self.t.copy_(self.due())
         if since % self.ctx.cfg.darp_period == 0:
             self.R.copy_(refined(self.Q, self.t, self.ctx.cfg.darp_outer, self.ctx.cfg.darp_delta))
-        return self.R[rows]                      # between refinements: the last refined label
+        return self.R[rows]                      # (U, K)

@@ -1,15 +1,15 @@
 """DASO: blend the linear classifier's pseudo-label with a semantic one, class by class.
 
-The linear classifier is biased to the head; the nearest class centre in feature space ("semantic"
-label q) is biased to the tail. Images that the linear one gives to an over-predicted class rely on
-the semantic one more.
+The linear classifier is biased towards the head classes; the similarity to the class centres in
+feature space (the "semantic" label q) is biased towards the tail. The more often a class is
+predicted, the larger the weight of q for images that the linear classifier assigns to it.
 
     q  = softmax_k(cos(z_u, c_k) / 0.05)          c_k: mean of a queue of labeled EMA features
     p' = (1 - v_k') p + v_k' q                    k' = argmax p
     v_k = m_k^(1/T_d) / max_j m_j^(1/T_d)         m: histogram of the last window of pseudo-labels
-    L += mean H(q, softmax_k(cos(z_s, c_k) / 0.05))    strong views drawn to the same centres
+    L += mean H(q, softmax_k(cos(z_s, c_k) / 0.05))    z_s: strong views
 
-T_d depends on whether gamma_l = gamma_u: a hidden use of that knowledge.
+The default of T_d depends on whether gamma_l = gamma_u, so it uses knowledge of the unlabeled set.
 """
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ TEMPERATURE, QUEUE = 0.05, 256
 
 def blend_weights(histogram, t_d):
     """v (K,) from the histogram m (K,) of pseudo-labels; 1 for the most frequent class."""
-    return (histogram / histogram.max().clamp_min(1)) ** (1 / t_d)     # no window yet: v is 0
+    return (histogram / histogram.max().clamp_min(1)) ** (1 / t_d)     # 0 before the first window
 
 
 def similarity(z, centres):
@@ -32,7 +32,7 @@ def similarity(z, centres):
 
 
 def blend_labels(p, q, v):
-    """p' (U, K)."""
+    """p' (U, K) from p (U, K), q (U, K), v (K,)."""
     share = v[p.argmax(1)][:, None]                                            # (U, 1)
     return (1 - share) * p + share * q
 
@@ -57,23 +57,23 @@ class DASO(Method):
         self.start = round(ctx.cfg.daso_start * ctx.cfg.iters)
         self.window = max(1, min(100, self.start))     # one is complete when blending starts
         self.register_buffer("queue", torch.zeros(K, QUEUE, D))
-        self.register_buffer("pushed", torch.zeros(K, dtype=torch.long))       # ever, per class
+        self.register_buffer("pushed", torch.zeros(K, dtype=torch.long))       # so far, per class
         self.register_buffer("histogram", torch.zeros(K))      # of the last complete window: m
-        self.register_buffer("current", torch.zeros(K))        # of the window in hand
+        self.register_buffer("current", torch.zeros(K))        # of the current window
 
     @torch.no_grad()
     def push(self, x_l, y_l):
-        """EMA features of the labeled batch into the queues of their classes, oldest out first."""
-        z = all_gather(self.ctx.ema.model.features(x_l))     # (B, D) of the global batch, eval mode
-        y_l = all_gather(y_l)
-        same = F.one_hot(y_l, len(self.queue))                                 # (B, K)
-        order = (same.cumsum(0) * same).sum(1) - 1     # (B,) how many of its class came before it
+        """Add the EMA's features of the labeled batch to the queues of their classes."""
+        z = all_gather(self.ctx.ema.model.features(x_l))       # (B', D), B' in the global batch
+        y_l = all_gather(y_l)                                                  # (B',)
+        same = F.one_hot(y_l, len(self.queue))                                 # (B', K)
+        order = (same.cumsum(0) * same).sum(1) - 1     # (B',) images of its class before it
         self.queue[y_l, (self.pushed[y_l] + order) % QUEUE] = z
         self.pushed += same.sum(0)
 
     @property
     def centres(self):
-        filled = self.pushed.clamp(1, QUEUE)           # no image yet: the centre is 0
+        filled = self.pushed.clamp(1, QUEUE)           # of an empty queue the centre is 0
         return self.queue.sum(1) / filled[:, None]                             # (K, D)
 
     def refine(self, p, batch):
@@ -81,7 +81,7 @@ class DASO(Method):
         if batch.step >= self.start:
             self.q = similarity(batch.z_u, self.centres).softmax(1)            # (U, K)
             p = blend_labels(p, self.q, blend_weights(self.histogram, self.ctx.cfg.daso_td))
-        self.current += torch.bincount(all_gather(p.argmax(1)),                # sure or not
+        self.current += torch.bincount(all_gather(p.argmax(1)),                # also below tau
                                        minlength=len(self.current))
         if (batch.step + 1) % self.window == 0:
             self.histogram.copy_(self.current)
@@ -89,7 +89,7 @@ class DASO(Method):
         return p
 
     def extra_loss(self, batch):
-        """L_align of the strong views; MixMatch has none."""
+        """L_align; none on MixMatch, which has no strong views."""
         if batch.step < self.start or self.ctx.cfg.base == "mixmatch":
             return 0
         z_s = batch.z[len(batch.y_l):]                                         # (SU, D)

@@ -1,15 +1,15 @@
-"""SaR, self-adaptive refinement: weigh every soft pseudo-label by how rare its class seems to be.
+"""SaR, self-adaptive refinement: scale soft pseudo-labels up for classes that are rarely predicted.
 
-A reconstruction. SaR's text and code could not be had; what is certain is that a "mitigating
-vector" v, estimated while training, refines the soft label before the one-hot step, without any
-assumption about the unlabeled set. That v multiplies the probabilities and is the effective-number
-weight of the counts of pseudo-labels follows sibling code of its first author.
+A reconstruction: neither SaR's paper nor its code was available. Certain is that a "mitigating
+vector" v, estimated during training, refines the soft label before the one-hot step, without any
+assumption about the unlabeled set. That v multiplies the probabilities, and that it is the
+effective-number weight of the pseudo-label counts, is taken from related code by its first author.
 
     p' = v * p / sum(v * p)                         then argmax and tau as in the base method
-    v_k = (1 - beta) / (1 - beta^n_k), sum K        n_k: images whose newest raw prediction is k
+    v_k = (1 - beta) / (1 - beta^n_k), sum K        n_k: images whose latest raw prediction is k
     beta = (n - 1) / n,  n = mean of n_k            after every epoch
 
-Counting raw predictions, not refined ones, keeps v from feeding on itself.
+Raw predictions are counted, not refined ones, so that v has no direct feedback on itself.
 """
 import torch
 
@@ -36,9 +36,9 @@ class SaR(Method):
     def __init__(self, ctx):
         super().__init__(ctx)
         self.rows = row_lookup(ctx.index_u, len(ctx.dataset.labels))
-        # MixMatch: v belongs to the guess before it is sharpened (to the power 1/T)
+        # MixMatch: p is sharpened (to the power 1/T), but v applies to the guess before that
         self.power = 1 / getattr(ctx.cfg, "temperature", 1)
-        self.register_buffer("newest", torch.full((len(ctx.index_u),), -1))    # -1: not yet seen
+        self.register_buffer("newest", torch.full((len(ctx.index_u),), -1))    # -1: none yet
         self.register_buffer("v", torch.ones(ctx.dataset.num_classes))
 
     def refine(self, p, batch):
@@ -46,7 +46,7 @@ class SaR(Method):
         self.newest[all_gather(rows)] = all_gather(p.argmax(1))
         refined = p * self.v ** self.power                                     # (U, K)
         refined = refined / refined.sum(1, keepdim=True)
-        return torch.where((self.v == 1).all(), p, refined)    # not even rounding while v is 1
+        return torch.where((self.v == 1).all(), p, refined)    # exactly p while v is 1
 
     def after_epoch(self, done):
         if done >= self.ctx.cfg.sar_start * self.ctx.cfg.iters:

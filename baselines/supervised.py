@@ -1,12 +1,12 @@
-"""Labels alone: what the semi-supervised methods have to beat, and between which bounds they move.
+"""Supervised methods, with labeled images only, and the lower and upper bounds.
 
-    vanilla       cross-entropy on the labeled images; by another name the lower bound
+    vanilla       cross-entropy on the labeled images; also called lower_bound
     resampling    every class equally often
     ldam          LDAM-DRW: larger margins for rarer classes, class weights near the end
-    crt           cRT: vanilla first, then a fresh classifier on the frozen network
+    crt           cRT: vanilla first, then a new classifier on the frozen network
     upper_bound   cross-entropy on labeled and unlabeled images with their true labels
 
-No unlabeled image is looked at, except by the upper bound. No loop (train.py).
+Only the upper bound uses unlabeled images.
 """
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from support.distributed import mean_over_ranks
 
 
 class Resampling(Method):
-    """Draw a class, then an image of it: image i comes up with probability 1 / (K N_y)."""
+    """Draw a class, then one of its images: image i is drawn with probability 1 / (K N_y)."""
 
     def __init__(self, ctx):
         super().__init__(ctx)
@@ -40,8 +40,8 @@ class UpperBound(Method):
         super().__init__(ctx)
         everything = np.union1d(ctx.index_l, ctx.index_u)
         if (ctx.dataset.labels[everything] < 0).any():
-            raise UserError("--method upper_bound needs the true labels of the unlabeled "
-                                     "images, and this dataset has none; choose another --method")
+            raise UserError("--method upper_bound needs the true labels of the unlabeled images, "
+                            "and this dataset has none; choose another --method")
         self.stream = data.IndexStream(everything, ctx.cfg.batch_size, ctx.cfg.seed, "labeled",
                                        ctx.shard)
         ctx.dataset.read_ahead(self.stream)
@@ -56,19 +56,21 @@ class UpperBound(Method):
 
 
 class CosineClassifier(nn.Linear):
-    """cos(w_k, z). The margins are angles' cosines: an ordinary linear layer would dodge them by
-    growing its weights."""
+    """cos(w_k, z): an unnormalised linear layer could satisfy the margins by growing its weights.
+
+    z (N, D) -> (N, K)
+    """
 
     def __init__(self, features, num_classes):
         super().__init__(features, num_classes, bias=False)
         nn.init.xavier_normal_(self.weight)
 
     def forward(self, z):
-        return F.linear(F.normalize(z), F.normalize(self.weight))              # (N, K) in [-1, 1]
+        return F.linear(F.normalize(z), F.normalize(self.weight))              # in [-1, 1]
 
 
 def margins(counts, largest=0.5):
-    """m_k ~ N_k^(-1/4), the rarest class has the largest. (K,) -> (K,)"""
+    """m_k ~ N_k^(-1/4); that of the rarest class is `largest`. (K,) -> (K,)"""
     return largest * (counts.min() / counts) ** 0.25
 
 
@@ -79,7 +81,10 @@ def effective_number_weights(counts, beta=0.9999):
 
 
 def weighted_cross_entropy(logits, target, weights):
-    """sum w_i H_i / sum w_i of the whole batch, as a mean over ranks. weights (K,) or None"""
+    """sum w_i H_i / sum w_i, such that the mean over ranks is that of the global batch.
+
+    logits (B, K), target (B,), weights (K,) or None
+    """
     if weights is None:
         return F.cross_entropy(logits, target)
     total = weights[target].sum()
@@ -101,15 +106,15 @@ class LDAM(Method):
         self.weights = effective_number_weights(ctx.counts).float().to(ctx.device)
 
     def supervised_loss(self, logits, target, step):
-        """The true class must win by its margin; from 80 % of the run on, rare classes weigh more
-        (deferred re-weighting: features first, balance later)."""
+        """Cross-entropy with margins; class weights in the last 20 % of the run (deferred
+        re-weighting)."""
         late = step >= 0.8 * self.ctx.cfg.iters
         lowered = logits - F.one_hot(target, logits.shape[1]) * self.margins   # (B, K)
         return weighted_cross_entropy(self.scale * lowered, target, self.weights if late else None)
 
     @staticmethod
     def predict(model, x):
-        return LDAM.scale * model(x)                 # as in the loss: cosines alone are never sure
+        return LDAM.scale * model(x)                 # as in the loss
 
 
 # ---------------------------------------------------------------------------------------------
@@ -122,8 +127,8 @@ def inverse_frequency_weights(counts):
 
 
 class CRT(Method):
-    """The network learns good features from skewed data, its classifier does not: train the
-    classifier alone a second time, with balanced weights, after --iters iterations of vanilla."""
+    """Two stages: vanilla for --iters iterations, then the classifier alone, from scratch and with
+    class weights. Imbalance harms the classifier more than the features."""
 
     @staticmethod
     def flags(p):
@@ -146,7 +151,7 @@ class CRT(Method):
         if done not in self.milestones:
             return
         self.second_stage = True
-        model.load_state_dict(ema.state_dict())      # the averaged network is the better one
+        model.load_state_dict(ema.state_dict())      # go on from the averaged weights
         start = np.sqrt(2 / sum(model.classifier.weight.shape))                # Xavier's std
         fresh = data.rng(cfg.seed, "cRT").normal(0, start, model.classifier.weight.shape)
         with torch.no_grad():
@@ -157,7 +162,7 @@ class CRT(Method):
         self.freeze()
 
     def freeze(self):
-        self.ctx.model.requires_grad_(False).eval()  # eval: BatchNorm's statistics are frozen too
+        self.ctx.model.requires_grad_(False).eval()  # eval: BatchNorm's running statistics too
         self.ctx.model.classifier.requires_grad_(True)
 
     def get_extra_state(self):                       # saved with the buffers

@@ -4,9 +4,9 @@
     python -m baselines.train --base fixmatch --method none    = train_fixmatch.py --method none
     python -m baselines.train --base B --method M --help       the flags of B and M
 
-The loop knows no method by name: it calls what `Method` (baselines/__init__.py) offers, in the
-order labeled, refine, supervised_loss, extra_loss, after_epoch, predict, and a method overrides the
-calls it needs. L2AC itself is in the tutorials; read those first.
+The loop calls the functions of `Method` (baselines/__init__.py) in the order labeled, refine,
+supervised_loss, extra_loss and, where an epoch ends, predict and after_epoch; a method overrides
+those it needs. L2AC itself is in the tutorials; read those first.
 """
 import sys
 from functools import partial
@@ -68,18 +68,16 @@ def main(argv=None, on_step=None, own=None):
     cfg, method_class = configure(argv, own)
     run = Run(cfg, on_step)
     device, shard = run.device, (run.rank, run.size)
-    dataset, index_l, index_u = data.prepare(cfg, device)
+    dataset, index_l, index_u = data.load_split(cfg, device)
     K = dataset.num_classes
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled", shard)
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled", shard)
     dataset.read_ahead(stream_l, stream_u)
-
-    def view(x, purpose, step):
-        return weak(x, data.rng(cfg.seed, purpose, step), normalise, shard)
+    rng, view = partial(data.rng, cfg.seed), partial(weak, normalise=normalise, shard=shard)
 
     # -------------------------------------------------------------------------- model, optimizer
-    model, ema, features = models.prepare(cfg, K, device, method_class.heads)
+    model, ema, features = models.build_with_ema(cfg, K, device, method_class.heads)
     optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
     counts = torch.bincount(torch.from_numpy(dataset.labels[index_l]), minlength=K).double()
     method = method_class(Context(cfg, device, shard, dataset, index_l, index_u, stream_l, counts,
@@ -97,11 +95,11 @@ def main(argv=None, on_step=None, own=None):
     for step in range(start, cfg.iters):
         # 1) Batches and weak views: pure functions of (seed, step).
         x_l, y_l = dataset.take(*method.labeled(step))        # (B, 3, H, W), (B,)
-        batch = Batch(step, view(x_l, "labeled view", step), y_l)
+        batch = Batch(step, view(x_l, rng("labeled view", step)), y_l)
         if cfg.base != "supervised":
             batch.index_u = stream_u.batch(step)
             batch.x_u, true_u = dataset.take(batch.index_u)   # (U, 3, H, W), (U,) for the log only
-            x_w = view(batch.x_u, "weak view", step)
+            x_w = view(batch.x_u, rng("weak view", step))
 
         # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, loss_u.
         #    Passes that only guess labels leave BatchNorm's running statistics alone.
@@ -123,9 +121,8 @@ def main(argv=None, on_step=None, own=None):
             _, _, loss_u = fixmatch_loss(logits, y_l, y_u, mask, lambda_u)
 
         elif cfg.base == "fixmatch":
-            x_s = strong(batch.x_u.repeat_interleave(cfg.n_strong, dim=0),     # (SU, 3, H, W)
-                         data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m,
-                         shard)
+            x_s = strong(batch.x_u.repeat_interleave(cfg.n_strong, dim=0), rng("strong view", step),
+                         normalise, cfg.ra_n, cfg.ra_m, shard)                 # (SU, 3, H, W)
             with torch.no_grad(), models.frozen_bn_stats(model):
                 batch.z_u = features(x_w)                     # (U, D)
                 p = method.refine(model.classifier(batch.z_u).softmax(1), batch)   # (U, K)
@@ -136,7 +133,7 @@ def main(argv=None, on_step=None, own=None):
             _, _, loss_u = fixmatch_loss(logits, y_l, y_u, mask, lambda_u)
 
         else:                                                 # MixMatch
-            x_v = view(batch.x_u, "second weak view", step)
+            x_v = view(batch.x_u, rng("second weak view", step))
             with torch.no_grad(), models.frozen_bn_stats(model):
                 batch.z_u, z_v = features(x_w), features(x_v)                  # (U, D) each
                 guess = sum(model.classifier(z).softmax(1) for z in (batch.z_u, z_v)) / 2

@@ -1,14 +1,14 @@
-"""What L2AC costs: seconds, dispatched operations and memory per iteration, and the augmentation.
+"""Cost of L2AC: seconds, dispatched operations and memory per iteration; speed of augmentation.
 
     python -m scripts.bench                 WRN-28-2 at the paper's batch, one thread, some minutes
     python -m scripts.bench --model wrn-10-1 --image_size 16      a quick look
     python -m scripts.bench --rivals        all methods on FixMatch, for 10 and for 100 classes
-    python -m scripts.bench --json          none l2ac full_unroll bare (seconds per iteration),
-                                            strong_per_s pil_per_s (images per second),
-                                            ops_none ops_l2ac (operations), and the memory in MB
+    python -m scripts.bench --json          seconds per iteration: none, l2ac, full_unroll, bare;
+                                            images per second: strong_per_s, pil_per_s;
+                                            operations: ops_*; peak memory in MB: memory_*
 
-The iterations are those of train_fixmatch.py itself, on synthetic images. All candidates take
-turns in one run, so that a busy machine slows them alike: compare the ratios, not the seconds.
+The iterations are those of train_fixmatch.py itself, on synthetic images. The candidates take
+turns, so that a busy machine slows all of them: compare the ratios, not the seconds.
 """
 import argparse
 import contextlib
@@ -44,20 +44,20 @@ from support import augment, config
 MAINS = {"none": train_fixmatch.main, "l2ac": train_fixmatch.main, "full_unroll": full_unroll.main}
 
 
-def command_line(args, method, iters, out):
-    name = "" if method == "full_unroll" else f"--method {method} "
-    text = (f"--dataset synthetic --scale paper {name}--model {args.model} "
-            f"--batch_size {args.batch_size} --image_size {args.image_size} --n_strong 2 "
-            f"--device cpu --threads 1 --iters {iters} --eval_every {iters} --overwrite")
+def training_flags(args, method, iters, out):
+    text = (f"--dataset synthetic --scale paper --model {args.model} --batch_size "
+            f"{args.batch_size} --image_size {args.image_size} --n_strong 2 --device cpu "
+            f"--threads 1 --iters {iters} --eval_every {iters} --overwrite")
+    text += "" if method == "full_unroll" else f" --method {method}"
     return [*text.split(), "--out", out]
 
 
 class Enough(Exception):
-    pass
+    """Ends a run from within its on_step."""
 
 
-def train(args, method, iters, more=()):
-    """Seconds of each iteration of a short real run; the first one, which warms up, left out."""
+def time_iterations(args, method, iters, more=()):
+    """Seconds of each iteration of a short run; the first one is warm-up and left out."""
     times = []
 
     def on_step(step, losses):
@@ -68,11 +68,11 @@ def train(args, method, iters, more=()):
     main = MAINS.get(method, baselines.main)
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
         with contextlib.suppress(Enough):
-            main([*command_line(args, method, iters, out), *more], on_step)
+            main([*training_flags(args, method, iters, out), *more], on_step)
     return np.diff(times).tolist()
 
 
-class Counter(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -81,20 +81,20 @@ class Counter(TorchDispatchMode):
 
 
 def count_operations(args, method):
-    """Per iteration: a run of four minus a run of two, so that the set-up cancels.
+    """Operations per iteration: a run of four minus a run of two, so that the set-up cancels.
 
-    Of the smallest images: the number of operations depends on the network and the batch alone.
+    On the smallest images, because the number of operations does not depend on their size.
     """
     totals, small = [], argparse.Namespace(**vars(args) | {"image_size": 8})
     for iters in (2, 4):
-        with Counter() as counter:
-            train(small, method, iters)
+        with OperationCounter() as counter:
+            time_iterations(small, method, iters)
         totals.append(counter.operations)
     return (totals[1] - totals[0]) / 2
 
 
 def bare_passes(args):
-    """One function that makes the network passes of an L2AC iteration and nothing else."""
+    """A function that makes the network passes of an L2AC iteration and nothing else."""
     model = models.build(args.model, 10).to(memory_format=torch.channels_last)
     b, size = args.batch_size, args.image_size
     rows, weak, balanced = (torch.randn(n, 3, size, size).to(memory_format=torch.channels_last)
@@ -117,12 +117,12 @@ def pil_pipeline(size):
         transforms.RandomHorizontalFlip(), transforms.ToTensor(),
         transforms.Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))])
 
-    def strong(array):                                   # (H, W, 3) uint8
+    def strong_view(array):                              # (H, W, 3) uint8
         x = steps(Image.fromarray(array))
         top, left = np.random.randint(size, size=2)
         x[:, max(0, top - size // 4):top + size // 4, max(0, left - size // 4):left + size // 4] = 0
         return x
-    return strong
+    return strong_view
 
 
 def seconds(function):
@@ -131,46 +131,49 @@ def seconds(function):
     return time.perf_counter() - begin
 
 
-def measure(args):
-    """{name: seconds, one per turn}; the candidates take turns."""
+def measure_costs(args):
+    """{candidate: list of seconds}; the candidates take turns."""
     times = defaultdict(list)
     size, count = args.image_size, 2 * args.batch_size
     images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
     batch = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
     normalise = augment.Normalise((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    one, passes = pil_pipeline(size), bare_passes(args)
-    passes()                                             # warm up
+    strong_view, passes = pil_pipeline(size), bare_passes(args)
+    passes()                                             # warm-up
     for turn in range(args.rounds):
         for method in MAINS:
-            times[method] += train(args, method, 1 + args.iters)
+            times[method] += time_iterations(args, method, 1 + args.iters)
             times["bare"] += [seconds(passes) for _ in range(args.iters)]
         for i in range(20):
             g = data.rng(turn, "bench", i)
             times["strong"].append(seconds(partial(augment.strong, batch, g, normalise)))
-        times["pil"] += [seconds(lambda: [one(x) for x in images]) for _ in range(5)]
+        times["pil"] += [seconds(lambda: [strong_view(x) for x in images]) for _ in range(5)]
     return times
 
 
 def peak_memory(args, method):
-    """MB, of a process of its own. malloc must give back what is freed (blocks over 1 MB come from
-    and go to the system), or the peak would depend on how it happens to reuse memory."""
+    """MB, in a process of its own.
+
+    malloc is told to return freed blocks of over 1 MB to the system; otherwise the peak would
+    depend on how it happens to reuse memory.
+    """
     with tempfile.TemporaryDirectory() as out:
         script = "scripts.full_unroll" if method == "full_unroll" else "train_fixmatch"
-        subprocess.run([sys.executable, "-m", script, *command_line(args, method, 2, out)],
+        subprocess.run([sys.executable, "-m", script, *training_flags(args, method, 2, out)],
                        check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parent.parent,
                        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)})
         return json.loads((Path(out) / "result.json").read_text())["peak_memory_mb"]
 
 
 # ---------------------------------------------------------------------------------------------
-# the comparison methods
+# all methods on FixMatch
 
 COMPARED = (*SEMI_SUPERVISED, "l2ac", "full_unroll")
 COUNTS = {10: (1500, 3000, 100), 100: (150, 300, 10)}    # N_1, M_1, gamma of the paper
 
 
 def noise_dataset(folder, num_classes, size):
-    """An .npz of noise with the paper's numbers of images, and the flags that split it."""
+    """Write an .npz of noise with the paper's numbers of images; the flags that split it."""
     n1, m1, gamma = COUNTS[num_classes]
     counts = np.add(data.class_counts(n1, num_classes, gamma),
                     data.class_counts(m1, num_classes, gamma))
@@ -178,12 +181,12 @@ def noise_dataset(folder, num_classes, size):
     x = g.integers(0, 256, (len(y), size, size, 3), np.uint8)
     path = f"{folder}/noise{num_classes}.npz"
     np.savez(path, x_train=x, y_train=y, x_test=x[:9], y_test=y[:9])
-    return (f"--dataset {path} --n1 {n1} --m1 {m1} --gamma_l {gamma} --gamma_u {gamma}").split()
+    return f"--dataset {path} --n1 {n1} --m1 {m1} --gamma_l {gamma} --gamma_u {gamma}".split()
 
 
 def refinement_seconds(num_classes):
-    """One refinement of DARP at the paper's size, on predictions as varied as in the middle of a
-    run, divided by the iterations between two of them."""
+    """Seconds per iteration that DARP spends on refinement: one refinement at the paper's size, on
+    predictions as varied as in the middle of a run, divided by the iterations between two."""
     n1, m1, gamma = COUNTS[num_classes]
     total = sum(data.class_counts(m1, num_classes, gamma))
     counts = torch.tensor(data.class_counts(n1, num_classes, gamma), dtype=torch.float64)
@@ -194,22 +197,23 @@ def refinement_seconds(num_classes):
     return min(seconds(lambda: darp.refined(Q, t, outer)) for _ in range(3)) / period
 
 
-def rivals(args):
+def measure_rivals(args):
     """{(method, K): seconds per iteration}; the methods take turns.
 
-    The fastest iteration counts: the methods differ by less than the machine's moods."""
+    The minimum over iterations: the methods differ by less than iterations of one method do.
+    """
     times = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         split = {K: noise_dataset(folder, K, args.image_size) for K in COUNTS}
         for turn, K, method in itertools.product(range(args.rounds), COUNTS, COMPARED):
             if turn and method == "full_unroll":
                 continue                                 # four times as slow; once is enough
-            # DARP refines at the first iteration (not timed), DASO blends at once, and CReST does
-            # not end a generation, which it does four times in a whole run.
-            acting = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0",
-                      "crest": "--crest_generations 1", "crest+": "--crest_generations 1"}
-            times[method, K] += train(args, method, 1 + args.iters,
-                                      [*acting.get(method, "").split(), *split[K]])
+            # DARP refines in the first iteration (not timed), DASO blends from the start, and CReST
+            # does not end a generation, which happens four times in a whole run.
+            more = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0",
+                    "crest": "--crest_generations 1", "crest+": "--crest_generations 1"}
+            times[method, K] += time_iterations(args, method, 1 + args.iters,
+                                                [*more.get(method, "").split(), *split[K]])
     return {(method, K): min(t) + (refinement_seconds(K) if method == "darp" else 0)
             for (method, K), t in times.items()}
 
@@ -225,32 +229,6 @@ def rivals_table(args, r):
     return "\n".join(lines)
 
 
-def main(argv=None):
-    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("--model", default="wrn-28-2")
-    p.add_argument("--batch_size", type=config.number(int, 2), default=64)
-    p.add_argument("--image_size", type=config.number(int, 8, 1024), default=32)
-    p.add_argument("--rounds", type=config.number(int, 1), default=3,
-                   help="turns of all candidates")
-    p.add_argument("--iters", type=config.number(int, 1), default=2, help="iterations in a turn")
-    p.add_argument("--rivals", action="store_true",
-                   help="all methods on FixMatch, for 10 and for 100 classes")
-    p.add_argument("--json", action="store_true")
-    args = p.parse_args(argv)
-    torch.set_num_threads(1)
-    if args.rivals:
-        r = rivals(args)
-        print(json.dumps({f"{m} {K}": t for (m, K), t in r.items()}) if args.json
-              else rivals_table(args, r))
-        return
-    middle = {name: statistics.median(t) for name, t in measure(args).items()}
-    result = {name: middle[name] for name in (*MAINS, "bare")}
-    result |= {f"{name}_per_s": 2 * args.batch_size / middle[name] for name in ("strong", "pil")}
-    result |= {f"ops_{m}": count_operations(args, m) for m in MAINS}
-    result |= {f"memory_{m}": peak_memory(args, m) for m in MAINS}
-    print(json.dumps(result) if args.json else cost_table(args, result))
-
-
 def cost_table(args, r):
     lines = [f"{args.model}, batch {args.batch_size}, {args.image_size} px, one thread, "
              f"torch {torch.__version__}, median of {args.rounds * args.iters} iterations",
@@ -263,6 +241,31 @@ def cost_table(args, r):
     lines.append(f"strong views {r['strong_per_s']:.0f} images/s, torchvision on PIL images "
                  f"{r['pil_per_s']:.0f}: {r['strong_per_s'] / r['pil_per_s']:.1f} times")
     return "\n".join(lines)
+
+
+def main(argv=None):
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("--model", default="wrn-28-2")
+    p.add_argument("--batch_size", type=config.number(int, 2), default=64)
+    p.add_argument("--image_size", type=config.number(int, 8, 1024), default=32)
+    p.add_argument("--rounds", type=config.number(int, 1), default=3, help="turns per candidate")
+    p.add_argument("--iters", type=config.number(int, 1), default=2, help="iterations per turn")
+    p.add_argument("--rivals", action="store_true",
+                   help="all methods on FixMatch, for 10 and for 100 classes")
+    p.add_argument("--json", action="store_true")
+    args = p.parse_args(argv)
+    torch.set_num_threads(1)
+    if args.rivals:
+        r = measure_rivals(args)
+        print(json.dumps({f"{m} {K}": t for (m, K), t in r.items()}) if args.json
+              else rivals_table(args, r))
+        return
+    middle = {name: statistics.median(t) for name, t in measure_costs(args).items()}
+    result = {name: middle[name] for name in (*MAINS, "bare")}
+    result |= {f"{name}_per_s": 2 * args.batch_size / middle[name] for name in ("strong", "pil")}
+    result |= {f"ops_{m}": count_operations(args, m) for m in MAINS}
+    result |= {f"memory_{m}": peak_memory(args, m) for m in MAINS}
+    print(json.dumps(result) if args.json else cost_table(args, result))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Pictures on file: do the background threads keep up, and does the memory stay bounded?
+"""Training on image files: do the background threads keep up, does memory stay bounded?
 
     python -m scripts.bench_loader                  folders of 2,000 and 20,000 generated pictures
     python -m scripts.bench_loader --counts 200 400 --iters 3 --model wrn-10-1      a quick look
 
-Each folder is trained on by train_fixmatch.py (L2AC, two strong views) in a process of its own,
-with nothing held in memory. Waiting: the share of an iteration spent in collecting pictures.
+train_fixmatch.py (L2AC, two strong views) trains on each folder in a process of its own, with no
+picture kept in memory. Waiting: the share of an iteration spent on waiting for pictures.
 """
 import argparse
 import json
@@ -24,7 +24,7 @@ from support import config, readers
 
 
 def generate(folder, count, side):
-    """PNG noise, which compresses badly: ten classes, a tenth as many test pictures."""
+    """PNG files of noise, which hardly compresses: ten classes; a tenth are test pictures."""
     g = np.random.default_rng(0)
     for part, number in (("train", count * 3 // 10), ("unlabeled", count * 6 // 10),
                          ("test", count // 10)):
@@ -46,8 +46,8 @@ class TimedPictures(readers.Pictures):
         return rows
 
 
-def train(args, folder, out):
-    """In a process of its own: one run, its seconds per iteration and those spent waiting."""
+def train_worker(args, folder, out):
+    """One run, in a process of its own: writes its seconds per iteration and those of waiting."""
     readers.MEMORY, readers.Pictures = 0, TimedPictures
     times, waits = [], []
 
@@ -64,7 +64,7 @@ def train(args, folder, out):
     (Path(out) / "waits.json").write_text(json.dumps([seconds, waits[1:]]))
 
 
-def measure(args, count, scratch):
+def measure_folder(args, count, scratch):
     folder, out = Path(scratch) / f"pictures {count}", Path(scratch) / f"run {count}"
     generate(folder, count, args.side)
     command = [sys.executable, "-m", "scripts.bench_loader", "--worker", str(folder), str(out)]
@@ -89,9 +89,9 @@ def main(argv=None):
     p.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.worker:
-        return train(args, *args.worker)
+        return train_worker(args, *args.worker)
     with tempfile.TemporaryDirectory() as scratch:
-        results = {count: measure(args, count, scratch) for count in args.counts}
+        results = {count: measure_folder(args, count, scratch) for count in args.counts}
     if args.json:
         return print(json.dumps(results))
     print(f"{args.model}, batch {args.batch_size}, {args.side} px on file, {args.image_size} px in "

@@ -1,8 +1,8 @@
 """From finished runs to results/ and to the tables of README.md.
 
-`python -m scripts.reproduce collect` copies what finished runs say to results/<scale>/, one file a
-run, and writes from there: results/table_<N>.csv, and the Markdown between `<!-- table N -->` and
-`<!-- end -->` in the README. A clone without runs collects the same tables from results/ alone.
+`python -m scripts.reproduce collect` copies the numbers of finished runs to results/<scale>/, one
+file per run. From there it writes results/table_<N>.csv and the Markdown between `<!-- table N -->`
+and `<!-- end -->` in the README: a clone without runs collects the same tables.
 """
 import csv
 import io
@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from scripts import tables
-from scripts.tables import BENCH, DOUBTS, SCALES, TEST_SETS, test_file
+from scripts.tables import BENCH, DOUBTS, SCALES, TEST_SETS, test_set_file
 from support import UserError, checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -21,107 +21,107 @@ RUN = re.compile(r"(.+)_s(\d+)")                          # name and seed of a r
 
 
 def copy_results(runs, results):
-    """Copy what finished runs of the tables say to results/<scale>/."""
+    """Copy the numbers of finished runs of the tables to results/<scale>/."""
     names = {cell.name for cells in tables.TABLES.values() for cell in cells}
     for path in sorted(p for s in SCALES for p in Path(runs).glob(f"{s}/*/result.json")):
         run = RUN.fullmatch(path.parent.name)
         if run and run[1] in names:
             target = results / path.parent.parent.name / f"{path.parent.name}.json"
             target.parent.mkdir(parents=True, exist_ok=True)
-            result = load(path)
+            result = read_json(path)
             result["tests"] = tests_of(path.parent) or tests_before(target, result)
             result["last"] = last_evaluation(path.parent)
             checkpoint.write_json(target, result)
     if (Path(runs) / BENCH).exists():
-        checkpoint.write_json(results / BENCH, load(Path(runs) / BENCH))
+        checkpoint.write_json(results / BENCH, read_json(Path(runs) / BENCH))
 
 
-def load(path):
+def read_json(path):
     try:
         return json.loads(path.read_text())
-    except ValueError:
-        raise UserError(f"{path} is damaged; delete it and run its command again") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged; delete it and run its command again") from error
 
 
 def last_evaluation(folder):
-    """bACC and GM at the end of the run, beside the mean of 20 evaluations that is reported."""
+    """bACC and GM at the end of the run; the reported ones are means of 20 evaluations."""
     with open(folder / "log.csv") as file:
         *_, row = csv.DictReader(file)
     return {key: float(row[key]) for key in ("bacc", "gm")}
 
 
 def tests_of(folder):
-    """{kind: numbers} on the imbalanced test sets, of the checkpoint that is there now."""
-    files = {kind: test_file(folder, kind) for kind in TEST_SETS.values()}
-    return {kind: next(iter(load(file).values())) for kind, file in files.items()
+    """{kind: numbers} on the imbalanced test sets, unless they are older than the checkpoint."""
+    files = {kind: test_set_file(folder, kind) for kind in TEST_SETS.values()}
+    return {kind: next(iter(read_json(file).values())) for kind, file in files.items()
             if file.exists() and file.stat().st_mtime_ns >= (folder / "last.pt").stat().st_mtime_ns}
 
 
 def tests_before(target, result):
-    """Those that results/ already has of this very run."""
-    old = load(target) if target.exists() else {}
+    """The same from results/, where it already holds this very run."""
+    old = read_json(target) if target.exists() else {}
     same = all(old.get(key) == result[key] for key in ("bacc", "gm"))
     return old.get("tests", {}) if same else {}
 
 
-def read(results):
-    """{(scale, name of the run): {seed: result}}, and the bench's seconds under ("bench", "")."""
+def read_results(results):
+    """{(scale, name of the run): {seed: result}}; ("bench", ""): seconds from bench.json."""
     found = defaultdict(dict)
     for path in sorted(p for scale in SCALES for p in results.glob(f"{scale}/*.json")):
         name, seed = RUN.fullmatch(path.stem).groups()
-        found[path.parent.name, name][int(seed)] = load(path)
+        found[path.parent.name, name][int(seed)] = read_json(path)
     if (results / BENCH).exists():
-        found["bench", ""] = load(results / BENCH)
+        found["bench", ""] = read_json(results / BENCH)
     return found
 
 
-def numbers(cell, scale, found):
+def by_seed(cell, scale, found):
     """{seed: {"bacc": .., "gm": .., "acc": ..}} of a cell."""
-    by_seed = found.get((scale, cell.name), {})
+    results = found.get((scale, cell.name), {})
     if cell.test:
-        return {s: r["tests"][cell.test] for s, r in by_seed.items() if cell.test in r["tests"]}
-    return by_seed
+        return {s: r["tests"][cell.test] for s, r in results.items() if cell.test in r["tests"]}
+    return results
 
 
-def folded(values, signed=False):
-    """46.5 ± 0.8, or 46.5 where there is one seed."""
+def mean_text(values, signed=False):
+    """46.5 ± 0.8, or 46.5 if there is one seed."""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{'+' if signed else ''}.1f}{spread}"
 
 
 def ours(cell, scale, found):
-    """Mean ± standard deviation (number of seeds), "" if there is none."""
+    """Mean ± standard deviation (number of seeds), or "" without a run."""
     if cell.dataset == "bench":
-        return cost(cell, found) if scale == "mini" else ""              # it has one size
-    by_seed = numbers(cell, scale, found)
-    if not by_seed:
+        return cost(cell, found) if scale == "mini" else ""      # is the same at both scales
+    results = by_seed(cell, scale, found)
+    if not results:
         return ""
     keys = ("bacc", "gm", "acc") if cell.test else ("bacc", "gm")
-    text = " / ".join(folded([r[key] for r in by_seed.values()]) for key in keys)
-    return f"{text} ({len(by_seed)})" + worth(cell, by_seed, scale, found)
+    text = " / ".join(mean_text([r[key] for r in results.values()]) for key in keys)
+    return f"{text} ({len(results)})" + recipe_effect(cell, results, scale, found)
 
 
 def cost(cell, found):
-    """Seconds relative to FixMatch with as many classes."""
+    """Seconds per iteration, relative to FixMatch with the same number of classes."""
     seconds, key = found.get(("bench", ""), {}), f"{cell.method} {cell.flags}"
     return f"{seconds[key] / seconds[f'none {cell.flags}']:.2f}" if key in seconds else ""
 
 
-def worth(cell, by_seed, scale, found):
-    """Of a recipe: how much it differs from the paper's at the same seeds."""
+def recipe_effect(cell, results, scale, found):
+    """In the table of recipes: the difference to the paper's recipe at the same seeds."""
     if cell.table != "recipe":
         return ""
     plain = next(c for c in tables.TABLES["recipe"] if c.column == cell.column)
-    base = numbers(plain, scale, found)
-    seeds = by_seed.keys() & base.keys()
+    base = by_seed(plain, scale, found)
+    seeds = results.keys() & base.keys()
     if cell == plain or not seeds:
         return ""
-    return "<br>" + " / ".join(folded([by_seed[s][key] - base[s][key] for s in seeds], signed=True)
-                               for key in ("bacc", "gm"))
+    effects = [[results[s][key] - base[s][key] for s in seeds] for key in ("bacc", "gm")]
+    return "<br>" + " / ".join(mean_text(values, signed=True) for values in effects)
 
 
-def text_of(cell, found):
-    """Ours in miniature, ours at full size if it was run, the paper's in italics."""
+def cell_text(cell, found):
+    """Our number at the scale mini, at full size if it was run, and the paper's in italics."""
     if not cell.runs:
         return cell.paper
     full = ours(cell, "paper", found)
@@ -131,7 +131,7 @@ def text_of(cell, found):
 
 
 def markdown(number, found):
-    """The table as it stands in the README; one part for each dataset."""
+    """The table for the README, in parts if it has several datasets."""
     parts, cells = [], tables.TABLES[number]
     for dataset in dict.fromkeys(cell.dataset for cell in cells):
         part = [cell for cell in cells if cell.dataset == dataset]
@@ -139,7 +139,7 @@ def markdown(number, found):
         lines = ["| | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
         for i in range(0, len(part), len(columns)):
             row = part[i:i + len(columns)]
-            lines.append(f"| {row[0].row} | " + " | ".join(text_of(c, found) for c in row) + " |")
+            lines.append(f"| {row[0].row} | " + " | ".join(cell_text(c, found) for c in row) + " |")
         parts.append("\n".join(lines))
     marks = sorted({m for cell in cells for m in re.findall(r"\((\w)\)", cell.paper)})
     return "\n\n".join(parts + [f"({mark}) {DOUBTS[mark]}" for mark in marks])
@@ -153,14 +153,15 @@ def as_csv(number, found):
                    "seeds", "ours", *keys, *(f"{key}_std" for key in keys),
                    "last_bacc", "last_gm"])
     for scale, cell in ((s, c) for s in SCALES for c in tables.TABLES[number] if c.runs):
-        results = numbers(cell, scale, found).values()
-        values = [[r[key] for r in results] for key in keys]
-        last = [[r["last"][key] for r in results if "last" in r] for key in keys[:2]]
+        results = by_seed(cell, scale, found)
+        values = [[r[key] for r in results.values()] for key in keys]
+        last = [[] if cell.test else [r["last"][key] for r in results.values()]
+                for key in ("bacc", "gm")]
         command = cell.command(scale, "S").split(" --resume")[0]
         judge = f" && python evaluate.py RUN --test {cell.test}" if cell.test else ""
         rows.writerow([scale, cell.dataset, cell.base, cell.method, cell.row.strip("*`"),
                        cell.column, command + judge, cell.paper,
-                       " ".join(map(str, numbers(cell, scale, found))),
+                       " ".join(map(str, results)),
                        ours(cell, scale, found).replace("<br>", ", ") or "not run",
                        *(f"{statistics.mean(v):.2f}" if v else "" for v in values),
                        *(f"{statistics.stdev(v):.2f}" if len(v) > 1 else "" for v in values),
@@ -174,7 +175,7 @@ def block(number):
 
 def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
     copy_results(runs, results)
-    found, text = read(results), readme.read_text()
+    found, text = read_results(results), readme.read_text()
     for number in tables.TABLES:
         checkpoint.write(results / f"table_{number}.csv", as_csv(number, found).encode())
         table = markdown(number, found)

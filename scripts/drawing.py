@@ -1,7 +1,8 @@
 """What the figures share: names and colours of methods, panels by data setting, bars, heat maps.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart; a method has the same one
-in every figure. Classes run from head to tail, dark to light. No run is read, no figure made here.
+in every figure. Classes run from head to tail, dark to light. Runs are read by evaluate.py, the
+figures themselves are in figures.py and training_figures.py.
 """
 import sys
 from typing import NamedTuple
@@ -37,7 +38,7 @@ WIDTH = 9                                            # inches; 1350 pixels, show
 class Look(NamedTuple):
     name: str
     colour: str
-    turn: int            # 0, 1, 2: hatch of bars and dash of lines, where a colour comes up again
+    turn: int            # 0, 1, 2: hatch of bars, dash of lines; tells equal colours apart
 
 
 def look_of_method(base, method):
@@ -54,10 +55,10 @@ def look_of_method(base, method):
 
 
 def looks(groups):
-    """A Look per group; a name that comes up again gets the data setting or the folder added."""
+    """A Look per group. A name that occurs twice gets the data setting or the folder added."""
     known = [look_of_method(g.runs[0].cfg.base, g.runs[0].cfg.method) for g in groups]
     short, colours = [name for name, _ in known], [colour for _, colour in known]
-    long = [f"{name}, {setting_of(g).title()}" for name, g in zip(short, groups)]
+    long = [f"{name}, {setting_of(g).title()}" for name, g in zip(short, groups, strict=True)]
     found = []
     for i, group in enumerate(groups):
         full = f"{short[i]} ({group.path.name})"
@@ -92,7 +93,7 @@ def is_bound(group):
 
 
 def by_setting(groups):
-    """{setting: groups}. What learns from labels alone belongs wherever the labels are the same."""
+    """{setting: groups}. A supervised run belongs to every setting with the same labeled set."""
     def labels_only(group):
         cfg = group.runs[0].cfg
         return cfg.base == "supervised" and cfg.method != "upper_bound"
@@ -129,9 +130,10 @@ def panels(n, height, across=2, **kwargs):
 
 
 def name_classes(ax, names, below=None):
-    """Class names on the x axis, with a number below each; of many classes only some."""
+    """Class names on the x axis, with a number below each. Only some of them if there are many."""
     step = -(-len(names) // 25)
-    labels = names if below is None else [f"{name}\n{n}" for name, n in zip(names, below)]
+    labels = names if below is None else [
+        f"{name}\n{n}" for name, n in zip(names, below, strict=True)]
     inches = ax.get_position().width * ax.get_figure().get_figwidth()
     slanted = inches / len(labels[::step]) < 0.65
     ax.set_xticks(range(0, len(names), step), labels[::step],
@@ -141,7 +143,7 @@ def name_classes(ax, names, below=None):
 def bars(ax, columns, looks, spreads=None):
     """Bars side by side: columns [G][K] for G groups, with error bars where there are spreads."""
     width = 0.84 / len(columns)
-    for i, (values, look) in enumerate(zip(columns, looks)):
+    for i, (values, look) in enumerate(zip(columns, looks, strict=True)):
         place = np.arange(len(values)) + (i - (len(columns) - 1) / 2) * width
         ax.bar(place, values, width, color=look.colour, label=look.name, hatch=HATCHES[look.turn],
                edgecolor="white", linewidth=0.3, yerr=spreads[i] if spreads else None,
@@ -149,7 +151,7 @@ def bars(ax, columns, looks, spreads=None):
 
 
 def levels(ax, values, look):
-    """A level line over each class: for bounds, which the bars are to be compared with."""
+    """A horizontal line over each class, for the bounds that bars are compared with."""
     x = np.arange(len(values))
     ax.hlines(values, x - 0.46, x + 0.46, color="white", linewidth=3, zorder=3)        # a halo
     ax.hlines(values, x - 0.46, x + 0.46, color=look.colour, linewidth=1.8, zorder=4,
@@ -157,7 +159,7 @@ def levels(ax, values, look):
 
 
 def heat(ax, matrix, names, rows=None, cmap="Blues", low=0, high=100, form="{:.0f}"):
-    """A matrix (R, K) with its values in the cells, as long as they can be read."""
+    """A matrix (R, K) as a heat map; up to 20 classes, with the values written in the cells."""
     matrix, rows = np.array(matrix), rows or names
     ax.imshow(matrix, cmap=cmap, vmin=low, vmax=high, aspect="auto")
     step = -(-len(names) // 25)
@@ -189,10 +191,10 @@ def class_colours(counts):
 
 
 def apart(values, gap):
-    """Values moved until neighbours are `gap` apart: where to write names at the ends of curves."""
+    """Values moved until neighbours are `gap` apart, so that labels do not overlap."""
     order, placed = np.argsort(values), np.array(values, dtype=float)
     for _ in range(100):
-        for low, high in zip(order, order[1:]):
+        for low, high in zip(order, order[1:], strict=False):
             push = max(0, gap - (placed[high] - placed[low])) / 2
             placed[low], placed[high] = placed[low] - push, placed[high] + push
     return placed
@@ -211,5 +213,5 @@ def place_legend(ax):
               bbox_to_anchor=(0, 1), ncols=5, borderaxespad=0.2)
 
 
-def say(figure, sentence):
+def warn(figure, sentence):
     print(f"{figure}: {sentence}", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""The paper's figures, and some it lacks, from finished runs: one function per figure.
+"""The paper's figures and some more, from finished runs: one function per figure.
 
     python -m scripts.figures runs/fixmatch_s0 runs/l2ac_s0 --out assets
     python -m scripts.figures runs/* --out assets --only recall confusion --format pdf
 
-Every figure is drawn from run folders alone. Seeds of one setting are folded into mean and standard
-deviation. A figure that lacks something (bounds, true labels, an attractor) says so in a sentence,
-and the others are drawn. The numbers are evaluate.py's.
+The run folders are all it needs. Seeds of one setting become mean and standard deviation. Where
+something is missing for a figure (bounds, true labels, an attractor), a sentence on stderr says so
+and the other figures are drawn. The numbers are evaluate.py's.
 """
 from pathlib import Path
 
@@ -16,26 +16,25 @@ from PIL import Image
 import data
 import evaluate
 from scripts import drawing
-from scripts.training_figures import attractor, bias, curves, losses, skew, with_attractor
-from support import UserError, augment, report
-from support.config import Parser, exit_cleanly
+from scripts.training_figures import attractor, bias, curves, log_counts, losses, with_attractor
+from support import UserError, augment, config, report
 
 # ---------------------------------------------------------------------------------------------
 # data
 
 
 def distribution(groups):
-    """Images per class in the labeled and the unlabeled set. Fig. 1a, and 7 for step imbalance."""
+    """Images per class in the labeled and the unlabeled set. Fig. 1a; with step imbalance Fig. 7"""
     settings = {drawing.setting_of(group): group.runs[0] for group in reversed(groups)}
     figure, axes = drawing.panels(len(settings), 2.6, sharey=True)
-    for ax, (setting, run) in zip(axes, reversed(settings.items())):
+    for ax, (setting, run) in zip(axes, reversed(settings.items()), strict=True):
         counts = [run.counts(index) for index in run.split]
         x = np.arange(len(counts[0]))
         ax.bar(x - 0.2, counts[0], 0.4, color="#222222", label="labeled")
         ax.bar(x + 0.2, counts[1], 0.4, color="#B5B5B5", label="unlabeled")
         if not any(counts[1]):
-            drawing.say("distribution", f"the true labels of the unlabeled images of {run.folder} are not "
-                                f"known, so only the labeled ones are drawn")
+            drawing.warn("distribution", f"the true labels of the unlabeled images of {run.folder} "
+                                         f"are not known, only the labeled images are drawn")
         ax.set_yscale("log")
         ax.set_ylim(bottom=1)
         ax.set_title(setting.title(), loc="right")
@@ -50,7 +49,7 @@ def imbalanced_tests(groups):
     dataset = groups[0].runs[0].dataset
     labels = dataset.test_labels.cpu().numpy()
     figure, axes = drawing.panels(3, 2.4, across=3, sharey=True)
-    for ax, kind in zip(axes, ("longtail", "reversed", "random")):
+    for ax, kind in zip(axes, ("longtail", "reversed", "random"), strict=True):
         index = evaluate.choose_test(labels, dataset.num_classes, kind, 10, 0)
         ax.bar(range(dataset.num_classes), np.bincount(labels[index]), color="#5A5A5A")
         ax.set_title(kind, loc="right")
@@ -65,7 +64,7 @@ def views(groups, columns=10):
     index, labels = run.split[0], run.dataset.labels[run.split[0]]
     classes = np.unique(np.linspace(0, run.dataset.num_classes - 1, columns).round()).astype(int)
     x, _ = run.dataset.take(np.array([index[labels == k][0] for k in classes]))  # (C, 3, H, W)
-    n, m = getattr(run.cfg, "ra_n", 3), getattr(run.cfg, "ra_m", 4.0)
+    n, m = (run.cfg.ra_n, run.cfg.ra_m) if run.cfg.base == "fixmatch" else (3, 4)
     rows = {"image": run.normalise(x),
             "weak view": augment.weak(x, view_rng(run, 0), run.normalise)}
     rows |= {f"strong view {i}": augment.strong(x, view_rng(run, i), run.normalise, n, m)
@@ -87,7 +86,7 @@ def view_rng(run, i):
 
 
 def side_by_side(dataset, x):
-    """(C, 3, H, W) normalised -> one picture with a white frame around each, values in [0, 1]."""
+    """(C, 3, H, W) normalised -> one picture, values in [0, 1], a white frame around each image."""
     std, mean = (np.array(v).reshape(1, 1, 1, 3) for v in (dataset.std, dataset.mean))
     x = (x.cpu().permute(0, 2, 3, 1).numpy() * std + mean).clip(0, 1)            # (C, H, W, 3)
     x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1)
@@ -98,13 +97,14 @@ def side_by_side(dataset, x):
 # test set
 
 
-def draw_by_class(ax, groups, part, bounds=True):
-    """Bars of part(run) [K] by class; bounds as levels."""
-    drawn = list(zip(groups, drawing.looks(groups)))
-    methods = [(g, look) for g, look in drawn if not (bounds and drawing.is_bound(g))] or drawn
-    spreads = [g.deviation(part) for g, _ in methods]
+def draw_by_class(ax, groups, part):
+    """Bars of part(run) [K] by class; lower and upper bound as horizontal lines."""
+    drawn = list(zip(groups, drawing.looks(groups), strict=True))
+    methods = [(g, look) for g, look in drawn if not drawing.is_bound(g)] or drawn
+    spreads = [g.deviation(part) or [0] * len(drawing.names_of(groups)) for g, _ in methods]
+    several = any(len(g.runs) > 1 for g, _ in methods)
     drawing.bars(ax, [g.mean(part) for g, _ in methods], [look for _, look in methods],
-         [s or [0] * len(drawing.names_of(groups)) for s in spreads] if any(spreads) else None)
+                 spreads if several else None)
     for group, look in drawn:
         if (group, look) not in methods:
             drawing.levels(ax, group.mean(part), look)
@@ -130,12 +130,16 @@ def predicted(groups):
 
 
 def by_class(name, groups, part, ylabel):
-    if len({look.name for group, look in zip(groups, drawing.looks(groups)) if drawing.is_bound(group)}) < 2:
-        drawing.say(name, "the lower or the upper bound is not among the runs (python -m baselines.train "
-                  "--base supervised --method lower_bound or upper_bound); drawn without it")
+    """The figure `name`: bars of part(run) [K] by class, a panel for each data setting."""
+    bounds = {drawing.look_of_method("supervised", group.runs[0].cfg.method)[0]
+              for group in groups if drawing.is_bound(group)}
+    if len(bounds) < 2:
+        drawing.warn(name, "the lower or the upper bound is not among the runs (python -m "
+                           "baselines.train --base supervised --method lower_bound or "
+                           "upper_bound); drawn without it")
     settings = drawing.by_setting(groups)
     figure, axes = drawing.panels(len(settings), 3.3, across=1)
-    for ax, (setting, members) in zip(axes, settings.items()):
+    for ax, (setting, members) in zip(axes, settings.items(), strict=True):
         draw_by_class(ax, members, part)
         ax.set_ylabel(ylabel)
         ax.set_title(setting.title(), loc="right")
@@ -146,13 +150,14 @@ def by_class(name, groups, part, ylabel):
 
 
 def confusion(groups):
-    """Of each true class, how many percent are called what, last checkpoint. Fig. 3"""
-    return matrices(groups, lambda run: run.last["confusion"], "called")
+    """Test images of each true class by predicted class, in percent, last checkpoint. Fig. 3"""
+    return matrices(groups, lambda run: run.last["confusion"], "predicted class")
 
 
 def matrices(groups, part, xlabel):
     figure, axes = drawing.panels(len(groups), 4.1)
-    for i, (ax, group, look) in enumerate(zip(axes, groups, drawing.looks(groups))):
+    for i, (ax, group, look) in enumerate(
+            zip(axes, groups, drawing.looks(groups), strict=True)):
         drawing.heat(ax, group.mean(part), drawing.names_of(groups))
         ax.set_title(look.name)
         ax.set_xlabel(xlabel)
@@ -167,12 +172,12 @@ def matrices(groups, part, xlabel):
 def semi_supervised(groups):
     found = [group for group in groups if group.runs[0].cfg.base != "supervised"]
     if not found:
-        raise UserError("all runs learn from labels alone; name a run that makes pseudo-labels")
+        raise UserError("all runs are supervised; name a run that makes pseudo-labels")
     return found
 
 
 def pseudo_confusion(groups):
-    """The same of pseudo-labels on the unlabeled set. Fig. 8, 9"""
+    """Unlabeled images of each true class by pseudo-label, in percent. Fig. 8, 9"""
     return matrices(semi_supervised(groups), lambda run: run.pseudo["confusion"], "pseudo-label")
 
 
@@ -180,12 +185,13 @@ def pseudo_recall(groups):
     """Recall of the pseudo-labels by class. Fig. 4"""
     settings = drawing.by_setting(semi_supervised(groups))
     figure, axes = drawing.panels(len(settings), 3, sharey=True)
-    for ax, (setting, members) in zip(axes, settings.items()):
+    for ax, (setting, members) in zip(axes, settings.items(), strict=True):
         draw_by_class(ax, members, lambda run: run.pseudo["recall"])
         ax.set_title(setting.title(), loc="right")
         drawing.name_classes(ax, drawing.names_of(groups))
     axes[0].set_ylabel("recall of pseudo-labels, %")
-    shown = {label: bar for ax in axes for bar, label in zip(*ax.get_legend_handles_labels())}
+    shown = {label: bar for ax in axes
+             for bar, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown, loc="outside upper left", ncols=6)
     return figure
 
@@ -193,13 +199,15 @@ def pseudo_recall(groups):
 def tsne(groups, points=2000):
     """t-SNE of the features of training images (EMA model, without augmentation). Fig. 5, 12, 13"""
     figure, axes = drawing.panels(len(groups), 4.2)
-    for ax, group, look in zip(axes, groups, drawing.looks(groups)):
+    names = drawing.names_of(groups)
+    for ax, group, look in zip(axes, groups, drawing.looks(groups), strict=True):
         place, y = embed(group.runs[0], points)
-        names, colours = drawing.names_of(groups), drawing.class_colours(drawing.labeled_counts(group))
+        colours = drawing.class_colours(drawing.labeled_counts(group))
         ax.scatter(*place.T, s=7, c=colours[y], linewidths=0)
-        centres = np.array([np.median(place[y == k], 0) for k in np.unique(y)])
+        classes = np.unique(y) if len(names) <= 20 else []
+        centres = np.array([np.median(place[y == k], 0) for k in classes]).reshape(-1, 2)
         heights = drawing.apart(centres[:, 1], 0.045 * np.ptp(place[:, 1]))
-        for k, x, height in zip(np.unique(y), centres[:, 0], heights) if len(names) <= 20 else ():
+        for k, x, height in zip(classes, centres[:, 0], heights, strict=True):
             drawing.outlined(ax, x, height, names[k], color=0.8 * colours[k, :3])
         ax.set_title(look.name)
         ax.set_xticks([])
@@ -225,17 +233,18 @@ def embed(run, points):
 
 
 def story(groups):
-    """Recall by class, and beside it where the bias went: one picture for the whole method."""
-    with_attractor(groups)                           # or there is nothing to tell
+    """Recall by class, and below it what the attractor adds: the whole method in one picture."""
+    with_attractor(groups)                           # or there is nothing to show
     setting, members = next((s, m) for s, m in drawing.by_setting(groups).items()
                             if any(g.runs[0].attractor for g in m))
-    figure, (top, below) = drawing.plt.subplots(2, 1, figsize=(drawing.WIDTH, 5.2), height_ratios=(5, 3),
-                                        sharex=True)
+    figure, (top, below) = drawing.plt.subplots(
+        2, 1, figsize=(drawing.WIDTH, 5.2), height_ratios=(5, 3), sharex=True)
     draw_by_class(top, members, lambda run: run.reported["recall"])
     (group, look), *_ = with_attractor(members)
-    below.bar(range(len(drawing.names_of(groups))), np.diagonal(group.mean(bias)), 0.5, color=look.colour,
+    added = np.diagonal(group.mean(bias))
+    below.bar(range(len(added)), added, 0.5, color=look.colour,
               label=f"what the attractor of {look.name} adds to the logit of the true class")
-    below.plot(skew(group), "D", color="black", markersize=4, label=r"$\ln N_k$, centred")
+    below.plot(log_counts(group), "D", color="black", markersize=4, label=r"$\ln N_k$, centred")
     below.axhline(0, color="black", linewidth=0.6)
     top.set(ylabel="recall on the test set, %", ylim=(0, 100))
     top.set_title(setting.title(), loc="right")
@@ -253,7 +262,7 @@ FIGURES = {f.__name__: f for f in (
     pseudo_recall, tsne, curves, losses, attractor, views)}
 
 
-def save(figure, path):
+def save_figure(figure, path):
     figure.savefig(path)
     drawing.plt.close(figure)
     if path.suffix == ".png":                        # 256 colours will do, for a third of the bytes
@@ -261,9 +270,9 @@ def save(figure, path):
 
 
 def main(argv=None):
-    p = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("runs", nargs="+", help="run folders")
-    p.add_argument("--out", required=True, help="folder for the pictures")
+    p.add_argument("--out", required=True, help="folder for the figures")
     p.add_argument("--format", choices=("png", "pdf", "svg"), default="png")
     p.add_argument("--only", nargs="+", choices=tuple(FIGURES), default=list(FIGURES),
                    metavar="NAME", help=f"some of {', '.join(FIGURES)}")
@@ -274,9 +283,9 @@ def main(argv=None):
         path = Path(args.out) / f"{name}.{args.format}"
         try:
             with drawing.plt.rc_context(drawing.STYLE):
-                save(FIGURES[name](groups), path)
+                save_figure(FIGURES[name](groups), path)
         except UserError as error:
-            drawing.say(name, f"{error}; not drawn")
+            drawing.warn(name, f"{error}; not drawn")
             continue
         print(path)
         drawn += 1
@@ -285,4 +294,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    exit_cleanly(main)
+    config.exit_cleanly(main)

@@ -1,9 +1,9 @@
 """L2AC as bi-level code is usually written: the step of *every* weight depends on omega.
 
 The whole network is differentiated twice. The paper's cost table calls this "L2AC (traditional)";
-it serves as that row and as a check. The loop is that of train_fixmatch.py, without its variants.
+it serves as that row and as a check. The loop is that of train_fixmatch.py without its variants.
 
-    python -m scripts.full_unroll --iters 100          the flags of train_fixmatch.py
+    python -m scripts.full_unroll --iters 100     the flags of train_fixmatch.py, without --method
 """
 from functools import partial
 
@@ -20,6 +20,9 @@ from support import UserError, config
 from support.augment import Normalise, strong, weak
 from support.run import Run, launch
 from train_fixmatch import fixmatch_loss
+
+FIXED = {"method": "full_unroll", "recipe": "paper", "omega_every": 1, "omega_order": "after",
+         "pseudo_from": "linear", "compile": False}           # flags that have no other value here
 
 
 def full_unroll(model, attractor, lower_loss, logits, inner, x_b, y_b, mean_over_ranks=list):
@@ -41,23 +44,33 @@ def full_unroll(model, attractor, lower_loss, logits, inner, x_b, y_b, mean_over
     return loss_bal.detach(), mean_over_ranks(gradient), [t.detach() for t in local]
 
 
+def configure(argv):
+    """The flags of train_fixmatch.py; refuses those of variants that this loop does not have."""
+    p = config.parser(__doc__, config.l2ac_flags, config.fixmatch_flags)
+    p.set_defaults(method="full_unroll")                      # names the run folder
+    cfg = config.resolve(p, argv, "fixmatch")
+    for key, value in FIXED.items():
+        if getattr(cfg, key) != value:
+            raise UserError(f"--{key} {getattr(cfg, key)}: scripts.full_unroll has the paper's "
+                            f"loop only; leave --{key} out")
+    return cfg
+
+
 def main(argv=None, on_step=None):
-    cfg = config.read(argv, "fixmatch", __doc__)
-    if cfg.compile or cfg.recipe != "paper" or cfg.omega_order != "after" or cfg.method != "l2ac":
-        raise UserError("scripts.full_unroll is the paper's L2AC, uncompiled; leave out --compile, "
-                        "--recipe, --omega_order and --method")
+    cfg = configure(argv)
     run = Run(cfg, on_step)
     device, shard = run.device, (run.rank, run.size)
-    dataset, index_l, index_u = data.prepare(cfg, device)
+    dataset, index_l, index_u = data.load_split(cfg, device)
     normalise = Normalise(dataset.mean, dataset.std, device)
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled", shard)
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled", shard)
     stream_b = data.BalancedStream(index_l, dataset.labels, cfg.batch_size, cfg.seed, shard)
+    dataset.read_ahead(stream_l, stream_u, stream_b)
 
     def view(x, purpose, step):
         return weak(x, data.rng(cfg.seed, purpose, step), normalise, shard)
 
-    model, ema, features = models.prepare(cfg, dataset.num_classes, device)
+    model, ema, features = models.build_with_ema(cfg, dataset.num_classes, device)
     attractor = BiasAttractor(dataset.num_classes, cfg.hidden, cfg.attractor_input).to(device)
     optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
     omega_optimizer = torch.optim.Adam(attractor.parameters(), cfg.eta, fused=True)

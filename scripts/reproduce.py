@@ -1,11 +1,11 @@
-"""The paper's tables: which commands fill them, run those, put ours beside the paper's.
+"""The paper's tables: list the commands that fill them, run these, collect the results.
 
-    python -m scripts.reproduce list --scale paper --table 1 --seeds 0 1 2    a command a line
+    python -m scripts.reproduce list --scale paper --table 1 --seeds 0 1 2    one command per line
     python -m scripts.reproduce run --scale mini --table 5 --seeds 0 1 2 --jobs 2
     python -m scripts.reproduce collect                 results/*, and the tables of README.md
 
-Tables 1 to 8 are the paper's, `recipe` is ours; scripts/tables.py has their cells. A run that is
-finished is not made again, one that was cut off is resumed. `collect`: see scripts/collect.py.
+Tables 1 to 8 are the paper's, `recipe` is ours; their cells are in scripts/tables.py. Finished runs
+are skipped, interrupted ones resumed. `collect` is described in scripts/collect.py.
 """
 import os
 import shlex
@@ -22,16 +22,16 @@ import torch
 
 from scripts import tables
 from scripts.collect import collect
-from scripts.tables import BENCH, SCALES, test_file
+from scripts.tables import BENCH, SCALES, test_set_file
 from support import checkpoint, config
 
 # ---------------------------------------------------------------------------------------------
-# what it takes, in hours
+# estimated duration in hours
 
 MINI = {"supervised": 0.05, "fixmatch": 0.075, "mixmatch": 0.09}   # measured, one core of an EPYC
-# At full size: the paper's FixMatch makes 19.6 iterations a second on an RTX 3090. Others in
-# proportion to their image passes (forward 1, backward 2), to WRN-28-2's 0.214 and ResNet-34's 3.67
-# billion multiplications an image, and to what a method adds.
+# At full size: the paper's FixMatch makes 19.6 iterations per second on an RTX 3090. Others take
+# time in proportion to their image passes (forward 1, backward 2), to the multiplications per image
+# (WRN-28-2: 0.214 billion, ResNet-34: 3.67) and to the overhead of the method.
 PASSES = {"supervised": 192, "fixmatch": 640, "mixmatch": 704}
 PASSES_SUN397 = {"supervised": 384, "fixmatch": 2176}    # batch 128 + 256, two strong views
 COST = {"l2ac": 1.10, "single_level": 1.30, "abc": 1.2, "daso": 1.15, "darp": 1.05, "sar": 1.05}
@@ -68,20 +68,22 @@ class Job:
 
     @property
     def done(self):
-        return self.result.exists() and all(test_file(self.folder, t).exists() for t in self.tests)
+        return self.result.exists() and all(
+            test_set_file(self.folder, kind).exists() for kind in self.tests)
 
     def commands(self):
-        """[(command, file for what it prints or None)]: training, then imbalanced test sets."""
+        """[(command, file for its output or None)]: training, then imbalanced test sets."""
         if self.cell.dataset == "bench":
             return [(self.command, self.result)]
-        return [(self.command, None), *((f"python evaluate.py {self.folder} --test {t} --json",
-                                         test_file(self.folder, t)) for t in self.tests)]
+        return [(self.command, None), *(
+            (f"python evaluate.py {self.folder} --test {kind} --json",
+             test_set_file(self.folder, kind)) for kind in self.tests)]
 
 
-def jobs(numbers, scale, seeds, runs):
-    """One for each different command, in the order of the tables."""
+def jobs(chosen, scale, seeds, runs):
+    """One Job for each different command of the chosen tables, in their order."""
     found = {}
-    for cell in (c for number in numbers for c in tables.TABLES[number] if c.runs):
+    for cell in (c for number in chosen for c in tables.TABLES[number] if c.runs):
         for seed in seeds[:1] if cell.dataset == "bench" else seeds:
             job = Job(cell, scale, seed, runs)
             if job.command in found:
@@ -92,14 +94,14 @@ def jobs(numbers, scale, seeds, runs):
 
 
 def to_file(command, output):
-    """A shell line. The file appears when the command has ended well: it counts as done then."""
+    """A shell line. The file appears only if the command succeeds; it then counts as done."""
     if output is None:
         return command
     return f"mkdir -p {output.parent} && {command} > {output}.tmp && mv {output}.tmp {output}"
 
 
-def show(wanted):
-    """A command a line, fit for a scheduler; what it is for stands behind the #."""
+def print_commands(wanted):
+    """One shell line per job, with a comment that says what it is for."""
     for job in wanted:
         line = " && ".join(to_file(*step) for step in job.commands())
         state, cell = f"about {job.hours:.2g} h", job.cell
@@ -111,7 +113,7 @@ def show(wanted):
 
 
 class Workers:
-    """Runs jobs, some at a time; knows the processes under way, so that all can be stopped."""
+    """Runs up to `count` jobs at a time and can stop all their processes."""
 
     def __init__(self, count):
         self.slots, self.children, self.lock, self.stopped = Queue(), [], Lock(), False
@@ -127,9 +129,9 @@ class Workers:
             env["OMP_NUM_THREADS"] = "1"                 # evaluate.py too
         return env
 
-    def start(self, line, env):
-        """A process in a session of its own: Ctrl-C reaches it once, through `stop`, and it saves.
-        None after `stop`."""
+    def spawn(self, line, env):
+        """Start a process, or return None after `terminate`. It has a session of its own, so that
+        Ctrl-C reaches it only through `terminate`; on that signal a training run saves and ends."""
         with self.lock:
             if self.stopped:
                 return None
@@ -139,20 +141,20 @@ class Workers:
             self.children.append(child)
             return child
 
-    def stop(self):
+    def terminate(self):
         with self.lock:
             self.stopped = True
             for child in self.children:
                 child.terminate()                        # no effect on those that have ended
 
     def execute(self, job):
-        """The job's commands one after the other; '' or the sentence that says why one failed."""
+        """Run the job's commands one after the other; the reason for a failure, '' if none."""
         slot = self.slots.get()
         try:
             for line, output in job.commands():
                 if line == job.command and job.result.exists():
-                    continue                             # trained; the test sets are missing
-                child = self.start(line, self.environment(job, slot))
+                    continue                             # trained; test sets are missing
+                child = self.spawn(line, self.environment(job, slot))
                 if child is None:
                     return "stopped"
                 print(f"{time.strftime('%H:%M')}  {line}", flush=True)
@@ -170,11 +172,11 @@ class Workers:
             self.slots.put(slot)
 
 
-def run(wanted, count):
-    """All that is not done, `count` at a time. Ctrl-C and SIGTERM stop them; they save."""
+def run_jobs(wanted, count):
+    """Run those that are not done, `count` at a time; Ctrl-C and SIGTERM make them save and end."""
     todo, failed = [job for job in wanted if not job.done], 0
     print(f"{len(todo)} of {len(wanted)} runs to do, {count} at a time", flush=True)
-    # What is timed runs alone, at the end.
+    # The benchmark comes last, alone.
     for part, at_once in (([job for job in todo if job.cell.dataset != "bench"], count),
                           ([job for job in todo if job.cell.dataset == "bench"], 1)):
         workers = Workers(at_once)
@@ -186,9 +188,9 @@ def run(wanted, count):
                         failed += 1
                         print(f"failed: {futures[future].command}\n  {future.result()}", flush=True)
             except KeyboardInterrupt:
-                workers.stop()
+                workers.terminate()
                 pool.shutdown(wait=False, cancel_futures=True)
-                print("stopped; the same command goes on from here", flush=True)
+                print("stopped; the same command continues from here", flush=True)
                 return 1
     print(f"{failed} failed" if failed else "all done")
     return 1 if failed else 0
@@ -198,31 +200,31 @@ def main(argv=None):
     p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("action", choices=("list", "run", "collect"))
-    every = tuple(tables.TABLES)
-    add("--table", nargs="+", choices=every, default=every, metavar="N",
-        help=f"{', '.join(every)} (default: all)")
+    names = tuple(tables.TABLES)
+    add("--table", nargs="+", choices=names, default=names, metavar="N",
+        help=f"{', '.join(names)} (default: all)")
     add("--scale", choices=SCALES, default="mini", help="(default: mini)")
     add("--seeds", nargs="+", type=config.number(int, 0, 2**31), default=[0], help="(default: 0)")
-    add("--jobs", type=config.number(int, 1, 1024), default=1, help="at a time (default: 1)")
+    add("--jobs", type=config.number(int, 1, 1024), default=1, help="jobs at a time (default: 1)")
     add("--runs", default="runs", help="folder of the run folders (default: runs)")
     args = p.parse_args(argv)
     if args.action == "collect":
         unused = [f"--{key}" for key in ("table", "scale", "seeds", "jobs")
                   if getattr(args, key) != p.get_default(key)]
         if unused:
-            p.error(f"collect takes all there is; leave out {unused[0]}")
+            p.error(f"collect takes all runs; leave out {unused[0]}")
         if args.runs != p.get_default("runs") and not Path(args.runs).is_dir():
-            p.error(f"--runs {args.runs} is no folder")
+            p.error(f"--runs {args.runs} is not a folder")
         return collect(args.runs)
     if args.runs != shlex.quote(args.runs):
-        p.error(f"--runs {args.runs!r}: commands are lines of a shell, give a name without spaces "
-                f"and the like")
+        p.error(f"--runs {args.runs!r}: the commands are shell lines; give a name without spaces "
+                f"and other special characters")
     wanted = jobs(args.table, args.scale, args.seeds, args.runs)
     if args.action == "list":
-        return show(wanted)
-    for end in (signal.SIGTERM, signal.SIGHUP):          # as Ctrl-C
-        signal.signal(end, signal.default_int_handler)
-    return run(wanted, args.jobs)
+        return print_commands(wanted)
+    for signum in (signal.SIGTERM, signal.SIGHUP):       # as Ctrl-C
+        signal.signal(signum, signal.default_int_handler)
+    return run_jobs(wanted, args.jobs)
 
 
 if __name__ == "__main__":

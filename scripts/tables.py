@@ -2,10 +2,10 @@
 
     for cell in TABLES["1"]:  cell.command("paper", seed=0)  cell.paper
 
-Numbers are bACC / GM in percent; of table 6 bACC / GM / ACC, of table 8 the time of an iteration
-relative to FixMatch. "N/A" and "-" stand where the paper has no number; a letter behind one is a
-doubt about it, told in DOUBTS. One more table, "recipe", is ours: what each difference between the
-paper's text and its released code is worth.
+Numbers are bACC / GM in percent; in table 6 bACC / GM / accuracy, in table 8 the time of an
+iteration relative to FixMatch. "N/A" and "-" stand where the paper has no number; a letter after a
+number refers to DOUBTS. One more table, "recipe", is ours: the effect of each difference between
+the paper's text and its released code.
 """
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ TUTORIAL = ("none", "l2ac", "attractor", "single_level")    # methods of train_*
 TEST_SETS = {"Test-1 (long-tailed)": "longtail", "Test-2 (reversed)": "reversed",
              "Test-3 (random)": "random"}
 
-SAME = "the same by definition"
+SAME = "the same by definition"                         # the flag changes nothing in this setting
 RECIPE = ("", "--omega_every 10", "--omega_order before", "--inner sgd", "--attractor_input l2",
           "--pseudo_from auto", "--pool union", "--split first", "--wrn_quirk", "--decay_bn",
           "--recipe official", "--recipe official --omega_every 1")
@@ -48,17 +48,17 @@ class Cell:
 
     @property
     def runs(self):
-        """False where the paper has no number to compare with, and nothing is trained."""
+        """Whether something is trained for it: not where there is no number to compare with."""
         return self.paper not in ("N/A", "-", SAME)
 
     @property
     def name(self):
-        """Of its run folders, without the seed. Cells that need the same run share it."""
+        """Name of its run folders without the seed. Cells that need the same run share it."""
         flags = re.sub(r" ?--", "_", self.flags).replace(" ", "")
         return f"{self.dataset}_{self.base}_{self.method}{flags}"
 
     def command(self, scale, seed, runs="runs"):
-        """The whole line. Given again after a crash, it goes on."""
+        """The whole command; called again after a crash, it resumes."""
         if self.dataset == "bench":
             return "python -m scripts.bench --rivals --json"
         script = (f"train_{self.base}.py" if self.method in TUTORIAL and self.base != "supervised"
@@ -72,29 +72,30 @@ class Cell:
         return f"{runs}/{scale}/{self.name}_s{seed}"
 
 
-def test_file(folder, kind):
-    """Where the numbers of a run on an imbalanced test set are kept."""
+def test_set_file(folder, kind):
+    """The file with the numbers of a run on an imbalanced test set."""
     return folder / f"test_{kind}.json"
 
 
-def alike(flags):
-    """Labeled and unlabeled images are distributed alike, and it is known."""
+def flags_match(flags):
+    """Whether the flags say that labeled and unlabeled set are distributed alike."""
     gammas = re.findall(r"--gamma_[lu] (\S+)", flags)   # none: all classes are divided alike
     return not gammas or (len(gammas) == 2 and gammas[0] == gammas[1]
                           and "--reverse_u" not in flags)
 
 
 def own_flags(base, method, flags):
-    """What a method needs of a setting: labels alone know no gamma_u, DARP may have to estimate."""
+    """The flags of a setting that a method takes: supervised ones have no gamma_u, and DARP has to
+    estimate a distribution that is not that of the labels."""
     if base == "supervised":
         return re.sub(r" --gamma_u \S+| --reverse_u", "", flags)
-    return f"{flags} --darp_estimate" if method == "darp" and not alike(flags) else flags
+    return f"{flags} --darp_estimate" if method == "darp" and not flags_match(flags) else flags
 
 
 def read_cells(number, dataset, columns, text, setting=None):
     """Cells from lines `base method label | paper's number | ...`, one number for each column.
 
-    columns: {title: flags}; or, with the flags of one setting for all, {title: test set}.
+    columns: {title: flags}, or {title: kind of test set} if `setting` holds the flags of all.
     """
     cells = []
     for line in text.strip().splitlines():
@@ -128,14 +129,14 @@ TABLES = {
         fixmatch   l2ac       **w/ L2AC**    | 82.1/81.5     | 77.6/75.8 | 89.5/89.2 | 82.2/81.7
         """),
     "2": read_cells("2", "cifar100", {"CIFAR-100, gamma 10": "--gamma_l 10 --gamma_u 10",
-                                 "CIFAR-100, gamma 20": "--gamma_l 20 --gamma_u 20"}, """
+                                      "CIFAR-100, gamma 20": "--gamma_l 20 --gamma_u 20"}, """
         fixmatch none FixMatch    | 55.1/46.7 | 49.5/34.2
         fixmatch darp w/ DARP     | 56.3/48.2 | 50.2/36.0
         fixmatch abc  w/ ABC      | 58.2/51.8 | 53.1/42.2
         fixmatch daso w/ DASO     | 58.3/51.4 | 53.0/39.5
         fixmatch l2ac **w/ L2AC** | 57.8/52.1 | 52.6/43.0
         """) + read_cells("2", "stl10", {"STL-10, gamma_l 10": "--gamma_l 10",
-                                    "STL-10, gamma_l 20": "--gamma_l 20"}, """
+                                         "STL-10, gamma_l 20": "--gamma_l 20"}, """
         fixmatch none FixMatch    | 69.6/62.6 (b) | 65.5/26.0 (b)
         fixmatch darp w/ DARP     | 72.9/69.5 (b) | 74.9/72.3 (b)
         fixmatch abc  w/ ABC      | 78.2/77.3     | 72.7/70.6
@@ -155,8 +156,8 @@ TABLES = {
         for b in (1, 5, 10, 20, 30)}, """
         fixmatch none FixMatch    | 54.9/16.5 | 65.1/35.5 | 69.0/53.9 | 72.0/62.2 | 76.5/74.3
         fixmatch l2ac **w/ L2AC** | 62.8/55.8 | 75.9/74.1 | 79.3/78.4 | 80.8/79.9 | 83.6/83.2
-        """) + read_cells("4", "stl10", {f"STL-10, beta {b} %": f"--gamma_l 10 --beta {b / 100}"
-                                    for b in (5, 10, 20, 40, 60)}, """
+        """) + read_cells("4", "stl10", {
+        f"STL-10, beta {b} %": f"--gamma_l 10 --beta {b / 100}" for b in (5, 10, 20, 40, 60)}, """
         fixmatch none FixMatch    | 46.5/19.9 | 48.8/27.0 | 58.2/39.8 | 67.2/60.7 | 69.2/67.6
         fixmatch l2ac **w/ L2AC** | 62.8/57.1 | 66.5/62.9 | 72.6/70.6 | 77.0/75.7 | 78.8/77.9
         """),
@@ -174,7 +175,7 @@ TABLES = {
         fixmatch l2ac   **w/ L2AC** | 82.6/82.0/87.2     | 82.4/81.8/78.6     | 82.7/82.1/83.9
         """, LONG["gamma 100"]),
     "7": read_cells("7", "cifar10", {f"step, {column}": f"--imbalance step {LONG[column]}"
-                                for column in ("gamma 100", "gamma_u 1")}, """
+                                     for column in ("gamma 100", "gamma_u 1")}, """
         fixmatch none FixMatch    | 55.0/24.4 | 60.1/18.32
         fixmatch darp w/ DARP     | 58.6/30.0 | -
         fixmatch abc  w/ ABC      | 75.1/67.5 | 75.8/69.2
@@ -189,6 +190,6 @@ TABLES = {
         """),
     "recipe": [Cell("recipe", f"`{flag or '--recipe paper'}`", column, "fixmatch", "l2ac",
                     "cifar10", f"{LONG[column]} {flag}".strip(),
-                    SAME if "auto" in flag and not alike(LONG[column]) else "")
+                    SAME if "auto" in flag and not flags_match(LONG[column]) else "")
                for flag in RECIPE for column in ("gamma 100", "gamma_u 100 reversed")],
 }

@@ -1,13 +1,13 @@
-"""Kill a run again and again, resume it, and compare the end with a run that was left in peace.
+"""Kill a run again and again, resume it, and compare the result with that of an undisturbed run.
 
     python -m scripts.torture                            20 kills of FixMatch + L2AC, some minutes
     python -m scripts.torture --script train_mixmatch    or baselines.train
-    python -m scripts.torture --processes 2 --kills 6    under torchrun; one worker is killed
+    python -m scripts.torture --processes 2 --kills 6    under torchrun; one rank is killed
 
-SIGKILL, which no program can notice. The moments take turns: while the program starts, while it
-trains, while it writes a checkpoint (as soon as last.pt.tmp is there; it counts as such if the half
-file stays behind). Every tensor of last.pt, every cell of log.csv and every field of result.json
-must be the same, except those that a clock or the kernel makes: CLOCKS.
+The signal is SIGKILL, which a process cannot handle. It comes in turns while the program starts,
+while it trains, and while it writes a checkpoint (as soon as last.pt.tmp exists; counted as
+half-written if that file is left behind). Every tensor of last.pt, every cell of log.csv and every
+field of result.json must be the same, except for measured times and memory: CLOCKS.
 """
 import csv
 import json
@@ -32,24 +32,24 @@ MORE = {"train_fixmatch": "--tau 0.2", "train_mixmatch": "", "baselines.train": 
 MOMENTS = ("training", "writing", "starting")
 
 
-def command(args, folder):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-              str(args.processes)] if args.processes > 1 else []
-    return [sys.executable, *launch, "-m", args.script, *RUN.split(), *MORE[args.script].split(),
+def launch_command(args, folder):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                str(args.processes)] if args.processes > 1 else []
+    return [sys.executable, *torchrun, "-m", args.script, *RUN.split(), *MORE[args.script].split(),
             "--out", str(folder)]
 
 
-def start(args, folder, output):
-    return subprocess.Popen(command(args, folder), stdout=output, stderr=output,
+def start_run(args, folder, output):
+    return subprocess.Popen(launch_command(args, folder), stdout=output, stderr=output,
                             env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def wait_for(moment, process, folder, g):
     """Return when it is time to kill, or when the run has ended by itself."""
-    config, half = folder / "config.json", folder / "last.pt.tmp"
-    stale = written(config), written(half)
+    settings, half = folder / "config.json", folder / "last.pt.tmp"
+    stale = written(settings), written(half)
     if moment != "starting":
-        while process.poll() is None and written(config) == stale[0]:
+        while process.poll() is None and written(settings) == stale[0]:
             time.sleep(0.01)                             # config.json is written before training
     until = time.time() + g.uniform(0, 5)
     while process.poll() is None and time.time() < until:
@@ -59,7 +59,7 @@ def wait_for(moment, process, folder, g):
 
 
 def written(path):
-    """When, or None if there is no such file."""
+    """When the file was written, or None if there is none."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -67,13 +67,13 @@ def written(path):
 
 
 def workers(process):
-    """The processes that torchrun has started, or the process itself."""
+    """Ids of the processes that torchrun has started, or of the process itself."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     return [int(pid) for pid in children.read_text().split()] or [process.pid]
 
 
 def kill(args, process, g):
-    """SIGKILL; seconds until everything that belonged to the run is gone."""
+    """Send SIGKILL; seconds until all processes of the run have ended."""
     begin = time.time()
     os.kill(g.choice(workers(process)) if args.processes > 1 else process.pid, signal.SIGKILL)
     process.wait(timeout=120)
@@ -81,7 +81,7 @@ def kill(args, process, g):
 
 
 def content(folder):
-    """What a run has left behind, without the clocks."""
+    """The files that a run has written, parsed."""
     state = torch.load(folder / "last.pt", weights_only=True)
     with open(folder / "log.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -91,12 +91,13 @@ def content(folder):
 
 
 def differences(a, b, where=""):
-    """The places at which two nested contents differ, bit for bit."""
+    """Paths of the entries in which two nested contents differ, bit for bit, except CLOCKS."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = (a.keys() | b.keys()) - CLOCKS
         return [d for k in keys for d in differences(a.get(k), b.get(k), f"{where}/{k}")]
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        return [d for i, pair in enumerate(zip(a, b)) for d in differences(*pair, f"{where}/{i}")]
+        return [d for i, pair in enumerate(zip(a, b, strict=True))
+                for d in differences(*pair, f"{where}/{i}")]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         equal = a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
     else:
@@ -105,13 +106,13 @@ def differences(a, b, where=""):
 
 
 def torture(args, folder, output):
-    """Counter of what happened."""
+    """Counter of kills, comparisons and failures."""
     g, happened, runs = random.Random(args.seed), Counter(), 0
-    start(args, folder / "peace", output).wait()
-    peace = content(folder / "peace")
+    start_run(args, folder / "undisturbed", output).wait()
+    undisturbed = content(folder / "undisturbed")
     while happened["kills"] < args.kills or (folder / f"{runs}").exists():
         run = folder / f"{runs}"
-        process = start(args, run, output)
+        process = start_run(args, run, output)
         if happened["kills"] < args.kills:
             moment = MOMENTS[happened["kills"] % 3]
             wait_for(moment, process, run, g)
@@ -127,7 +128,7 @@ def torture(args, folder, output):
         if process.wait() != 0:
             happened["resumes that failed"] += 1
             break
-        different = differences(content(run), peace)
+        different = differences(content(run), undisturbed)
         happened.update({"runs compared": 1, "runs that differ": bool(different)})
         print(f"run {runs} is done; it differs in: {different or 'nothing'}", flush=True)
         runs += 1

@@ -5,9 +5,9 @@ Augmentation: uint8 batch -> weak and strong views, drawn independently for each
     strong  RandAugment(n, m) on the uint8 image, then as weak, then Cutout
 
 A data loader would do this image by image in PIL. Here the whole batch is processed at once, on its
-device. Random draws and arithmetic on per-image parameters are NumPy on the host, so the views are
-the same on every device and the host never waits for a GPU. Pixels are changed by torch on the
-device, and the results equal PIL's to the last grey level (tests/test_augment.py).
+device. Random numbers and all other per-image parameters come from NumPy on the host, so the draws
+are the same on every device and the host never waits for a GPU. torch computes the pixels, and the
+RandAugment operations match PIL's to the last grey level (tests/test_augment.py).
 
 RandAugment is the variant of the DARP and L2AC code: sixteen operations, none of them ever
 skipped. A low level is not a mild one: at level 4, Posterize keeps a single bit.
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-# Operation: strength at level 0 and at level 30, linear in between. Do not reorder: a random draw
-# is a position in this table, and FAMILY counts neighbours.
+# Operation: strength at level 0 and at level 30, linear in between. The order matters: operations
+# are drawn by their position, and those of a FAMILY must be neighbours.
 OPS = {
     "AutoContrast": (0, 0), "Equalize": (0, 0), "Invert": (0, 0),
     "Posterize": (0, 4),                                  # bits kept, at least one
@@ -32,7 +32,8 @@ OPS = {
 }
 NAMES = list(OPS)
 LO, HI = np.array(list(OPS.values()), dtype=float).T      # (16,) each
-# operations that are computed together: FIXED is Invert to Brightness, MOVE Rotate to TranslateY
+# Operations of one family are computed together: FIXED from Invert to Brightness, MOVE from Rotate
+# to TranslateY, and one family for each of the others.
 AUTO, EQUAL, FIXED, MOVE, BOX, CONTRAST, COLOR, SHARP = range(8)
 FAMILY = np.repeat(np.arange(8), (1, 1, 5, 5, 1, 1, 1, 1))             # (16,)
 IN_PIXELS = np.isin(NAMES, ["TranslateX", "TranslateY", "Box"])
@@ -59,29 +60,31 @@ class Normalise:
 def weak(x, rng, normalise, shard=(0, 1), cutout=False):
     """x: (N, 3, H, W) uint8, rng: numpy Generator -> (N, 3, H, W) float32, channels_last.
     shard=(rank, size): x is this rank's part of a batch of N * size images. Every rank draws for
-    the whole batch and keeps its own part, so a view does not depend on the number of ranks."""
+    the whole batch and keeps its own part, so a view does not depend on the number of ranks.
+    cutout is for the strong view."""
     (N, _, h, w), (rank, size) = x.shape, shard
-    mine, i, j = slice(rank * N, (rank + 1) * N), np.arange(h), np.arange(w)
+    local, i, j = slice(rank * N, (rank + 1) * N), np.arange(h), np.arange(w)
 
-    # zero-pad by an eighth of the smaller side (4 at 32), crop H x W, mirror with p = 0.5
+    # Zero-pad by an eighth of the smaller side (4 at 32), crop H x W, mirror with p = 0.5.
     pad = min(h, w) // 8
-    top, left = rng.integers(2 * pad + 1, size=(2, N * size))[:, mine, None]     # (N, 1) each
-    flip = rng.random(N * size)[mine, None] < 0.5
-    row = (top + i) * (w + 2 * pad)                       # (N, H), its first pixel once padded
+    top, left = rng.integers(2 * pad + 1, size=(2, N * size))[:, local, None]    # (N, 1) each
+    flip = rng.random(N * size)[local, None] < 0.5
+    row = (top + i) * (w + 2 * pad)                       # (N, H), start of the row once padded
     column = left + np.where(flip, j[::-1], j)            # (N, W)
-    source = to_device(row[:, None, :, None], x) + to_device(column[:, None, None], x)
+    source = to_device(row[:, None, :, None], x) + to_device(column[:, None, None, :], x)
     source = source.flatten(2).expand(-1, 3, -1)          # (N, 3, H * W)
     x = F.pad(x, (pad, pad, pad, pad)).flatten(2).gather(2, source).view_as(x)
     if not cutout:
         return normalise(x)
 
-    # a square of half the smaller side (16 at 32), centred anywhere in the image
+    # Cut out a square of half the smaller side (16 at 32), centred anywhere in the image.
     half = min(h, w) // 4
-    cy = rng.integers(h, size=N * size)[mine, None]       # (N, 1)
-    cx = rng.integers(w, size=N * size)[mine, None]
-    row = np.float32((cy - half <= i) & (i < cy + half))  # floats: faster than bool on a CPU
-    column = np.float32((cx - half <= j) & (j < cx + half))
-    cut = to_device(row[:, None, :, None], x) * to_device(column[:, None, None], x)
+    cy = rng.integers(h, size=N * size)[local, None]      # (N, 1)
+    cx = rng.integers(w, size=N * size)[local, None]
+    # (N, H) and (N, W), in float32 because bool is slower on a CPU
+    row = ((cy - half <= i) & (i < cy + half)).astype(np.float32)
+    column = ((cx - half <= j) & (j < cx + half)).astype(np.float32)
+    cut = to_device(row[:, None, :, None], x) * to_device(column[:, None, None, :], x)
     return normalise(x, 1 - cut)                          # (N, 1, H, W)
 
 
@@ -93,8 +96,9 @@ def strong(x, rng, normalise, n=3, m=4, shard=(0, 1)):
 
 
 def to_device(a, x):
-    """NumPy array -> tensor on the device of x. On CUDA without blocking, which would wait for all
-    work queued on the GPU; `a` may then be freed at once, other devices do not promise that."""
+    """NumPy array -> tensor on the device of x. A blocking copy to CUDA would wait for all queued
+    work. Without blocking, `a` may still be freed at once: CUDA copies it to a buffer of its own
+    before the call returns. Other devices do not guarantee that."""
     return torch.from_numpy(a).to(x.device, non_blocking=x.device.type == "cuda")
 
 
@@ -108,30 +112,25 @@ def draw_randaugment(shape, rng, n, m, shard):
     v = np.where(IN_PIXELS[op], v * min(h, w) / 32, v)
     v = np.where((FAMILY[op] == MOVE) & (rng.random(op.shape) < 0.5), -v, v)
     centre = rng.random((2, *op.shape))
-    mine = slice(rank * N, (rank + 1) * N)
-    return op[:, mine], v[:, mine], centre[:, :, mine]
+    local = slice(rank * N, (rank + 1) * N)
+    return op[:, local], v[:, local], centre[:, :, local]
 
 
 def randaugment(x, op, v, centre):
     """x (N, 3, H, W) uint8 and n layers of draws, as draw_randaugment returns them -> the new x.
     In each layer the images are sorted by operation: a family is then a slice whose bounds the host
-    knows. Whatever does not depend on pixels is made for all layers at once."""
+    knows. What does not depend on the pixels is made for all layers at once."""
     if not len(op):
         return x
     order = np.argsort(op, axis=1, kind="stable")         # (n, N), place -> image
     place = np.argsort(order, axis=1)                     # (n, N), image -> place
-    # from the input's order to that of layer 0, from there to that of layer 1, ..., and back
-    steps = [order[0], *(p[o] for p, o in zip(place, order[1:])), place[-1]]
-    *steps, last = to_device(np.stack(steps), x).unbind()                 # (N,) each
+    # from the input order to that of layer 0, from there to that of layer 1, ..., and back
+    steps = [order[0], *(p[o] for p, o in zip(place[:-1], order[1:], strict=True)), place[-1]]
+    *steps, last = to_device(np.stack(steps), x).unbind()                # (N,) each
     op, v, cx, cy = (np.take_along_axis(a, order, 1) for a in (op, v, *centre))
-    family = FAMILY[op]                                   # (n, N), ascending in every layer
-    sizes = (family[..., None] == np.arange(8)).sum(1)    # (n, 8)
-    fixed, move, box, enh = family == FIXED, family == MOVE, family == BOX, family >= CONTRAST
-    tables = fixed_tables(op[fixed], v[fixed], x).split(sizes[:, FIXED].tolist())
-    source = source_map(op[move], v[move], x).split(sizes[:, MOVE].tolist())
-    covered = box_mask(v[box], cx[box], cy[box], x).split(sizes[:, BOX].tolist())
-    factor = to_device(np.float32(v[enh])[:, None, None, None], x).split(enh.sum(1).tolist())
-    colour = to_device(BOX_COLOUR, x)
+    sizes = (FAMILY[op][..., None] == np.arange(8)).sum(1)               # (n, 8)
+    tables, source = fixed_tables(op, v, x), source_map(op, v, x)
+    covered, colour = box_mask(op, v, cx, cy, x), to_device(BOX_COLOUR, x)
     for i, (auto, equal, fixed, move, box, contrast, color, sharp) in enumerate(sizes.tolist()):
         x = x.index_select(0, steps[i])                   # a copy: families are changed in place
         tabled, moved, boxed, toned, sharpened = x.split(
@@ -143,29 +142,25 @@ def randaugment(x, op, v, centre):
             torch.gather(framed, 2, source[i], out=moved.view(move, 3, -1))
         if box:
             torch.where(covered[i], colour, boxed, out=boxed)
-        if len(factor[i]):
-            enhance(toned, sharpened, contrast, factor[i])
+        if contrast + color + sharp:
+            enhance(toned, sharpened, contrast, v[i, -(contrast + color + sharp):])
     return x.index_select(0, last)
 
 
-def apply_op(x, name, strength, centre=(0.5, 0.5)):
-    """One operation on all images, its strength signed and in its own unit. For the tests."""
-    v = np.broadcast_to(np.asarray(strength, dtype=float), (1, len(x)))
-    centre = np.broadcast_to(np.reshape(centre, (2, 1, -1)), (2, 1, len(x)))
-    return randaugment(x, np.full((1, len(x)), NAMES.index(name)), v, centre)
-
-
 def fixed_tables(op, v, x):
-    """Invert to Brightness: (K,) operations and strengths -> (K, 3, 256) uint8 look-up tables."""
-    i, v = np.arange(256), v[:, None]
+    """Invert to Brightness: (n, N) operations and strengths -> for each layer the new values of the
+    256 grey levels, (k, 3, 256) uint8."""
+    chosen = FAMILY[op] == FIXED                          # (n, N), K of them true
+    i, op, v = np.arange(256), op[chosen], v[chosen, None]
     posterize, solarize_add, brightness = (
         op == NAMES.index(name) for name in ("Posterize", "SolarizeAdd", "Brightness"))
-    table = np.where(i < v, i, 255 - i)                   # Solarize; Invert, its v being 0
+    table = np.where(i < v, i, 255 - i)                   # (K, 256) Solarize, and Invert with v = 0
     table[posterize] = i & (256 - (256 >> np.maximum(v[posterize].astype(int), 1)))
     added = np.minimum(i + v[solarize_add], 255).astype(int)
     table[solarize_add] = np.where(added < 128, added, 255 - added)
-    table[brightness] = np.minimum(np.float32(i) * np.float32(v[brightness]), 255)
-    return to_device(table.astype(np.uint8)[:, None].repeat(3, axis=1), x)
+    table[brightness] = np.minimum(i.astype(np.float32) * v[brightness].astype(np.float32), 255)
+    table = table.astype(np.uint8)[:, None].repeat(3, axis=1)
+    return to_device(table, x).split(chosen.sum(1).tolist())
 
 
 def look_up(x, auto, equal, tables):
@@ -178,7 +173,7 @@ def look_up(x, auto, equal, tables):
     # truncate as PIL does; mps has none and may be 1 off.
     levels = to_device(np.arange(256, dtype="f4" if x.device.type == "mps" else "f8"), x)
     stretch, flatten, _ = index.split([auto, equal, len(tables)])
-    lo, hi = stretch.amin(2, keepdim=True), stretch.amax(2, keepdim=True)
+    lo, hi = stretch.aminmax(dim=2, keepdim=True)         # (auto, 3, 1) each
     scale = levels[255:] / (hi - lo)                      # 255 / ... would round a reciprocal
     stretched = levels * scale - lo * scale               # (auto, 3, 256)
 
@@ -188,7 +183,7 @@ def look_up(x, auto, equal, tables):
     count.scatter_add_(2, flatten, torch.ones_like(flatten, dtype=torch.float32))
     darker = count.cumsum(2).sub_(count)
     step = darker.gather(2, flatten.amax(2, keepdim=True)) // 255         # brightest level excluded
-    equalized = (darker + step // 2) // step              # (equal, 3, 256)
+    equalized = (darker + step // 2).div_(step).floor_()  # (equal, 3, 256); // is slow on a CPU
 
     # Channels with nothing to stretch were divided by zero; like PIL, leave them as they are.
     made = torch.cat([stretched, equalized])
@@ -197,54 +192,67 @@ def look_up(x, auto, equal, tables):
 
 
 def source_map(op, v, x):
-    """Rotate to TranslateY: (K,) operations and strengths -> (K, 3, H * W) int64, the pixel of the
-    framed image (H + 2, W + 2) that each pixel copies. In PIL's fixed point: units of 1/65536
-    pixel, rounded where PIL rounds."""
+    """Rotate to TranslateY: (n, N) operations and strengths -> for each layer the pixels to copy,
+    (k, 3, H * W) int64, as positions in the framed image (H + 2, W + 2). In PIL's fixed point:
+    units of 1/65536 pixel, rounded where PIL rounds."""
     h, w = x.shape[2:]
+    chosen = FAMILY[op] == MOVE                           # (n, N), K of them true; below (K,) each
     ops = np.flatnonzero(FAMILY == MOVE)[:, None]         # (5, 1)
-    rotate, shear_x, shear_y, right, down = np.where(op == ops, v, 0.0)   # (K,) each
+    rotate, shear_x, shear_y, right, down = np.where(op[chosen] == ops, v[chosen], 0.0)
     angle = -np.radians(rotate % 360)
     cos, sin = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)
-    # PIL translates in floating point; a whole number of pixels makes the two agree
+    # PIL translates in floating point; whole pixels give the same in fixed point
     right, down = np.floor(right + 0.5), np.floor(down + 0.5)
-    # (x, y) copies (a x + b y + c, d x + e y + f)
+    # the output pixel (x, y) copies the source pixel (ax + by + c, dx + ey + f)
     a, b, c = cos, sin + shear_x, w / 2 - cos * w / 2 - sin * h / 2 + right
     d, e, f = shear_y - sin, cos, h / 2 + sin * w / 2 - cos * h / 2 + down
-    # half a step in x and in y: PIL looks where the centre of the output pixel comes from
+    # half a step in x and in y, because PIL maps the centre of the output pixel
     matrix = np.stack([a, b, c + a / 2 + b / 2, d, e, f + d / 2 + e / 2], axis=1)
     matrix = np.floor(matrix * 65536 + 0.5).astype(np.int32).reshape(-1, 2, 3)
-    matrix[:, :, 2] += 65536                              # the frame moves the image by a pixel
+    matrix[:, :, 2] += 65536                              # the frame shifts the image by a pixel
     along = matrix[:, :, :1] * np.arange(w, dtype=np.int32) + matrix[:, :, 2:]   # (K, 2, W)
     down = matrix[:, :, 1:2] * np.arange(h, dtype=np.int32)                      # (K, 2, H)
     x, y = ((to_device(along[:, :, None], x) + to_device(down[..., None], x)) >> 16).unbind(1)
     # (K, H, W) each; what lies beyond the frame is as black as the frame
     source = y.clamp_(0, h + 1) * (w + 2) + x.clamp_(0, w + 1)
-    return source.view(-1, 1, h * w).long().expand(-1, 3, -1)
+    return source.view(-1, 1, h * w).long().expand(-1, 3, -1).split(chosen.sum(1).tolist())
 
 
-def box_mask(v, cx, cy, x):
-    """Sides (K,) in pixels, centres (K,) as fractions of W and H -> (K, 1, H, W) bool."""
+def box_mask(op, v, cx, cy, x):
+    """(n, N) operations, sides in pixels, centres as fractions of W and H -> for each layer the
+    pixels that Box covers, (k, 1, H, W) bool."""
     h, w = x.shape[2:]
-    top = np.floor(np.maximum(cy * h - v / 2, 0))[:, None]
-    left = np.floor(np.maximum(cx * w - v / 2, 0))[:, None]
+    chosen = FAMILY[op] == BOX                            # (n, N), K of them true
+    side, cx, cy = (a[chosen, None] for a in (v, cx, cy))                        # (K, 1) each
+    top = np.floor(np.maximum(cy * h - side / 2, 0))
+    left = np.floor(np.maximum(cx * w - side / 2, 0))
     # <= at both ends: PIL's rectangle includes its last row and column
-    row = (top <= np.arange(h)) & (np.arange(h) <= top + v[:, None])      # (K, H)
-    column = (left <= np.arange(w)) & (np.arange(w) <= left + v[:, None])         # (K, W)
-    return to_device(row[:, None, :, None], x) & to_device(column[:, None, None], x)
+    row = (top <= np.arange(h)) & (np.arange(h) <= top + side)                   # (K, H)
+    column = (left <= np.arange(w)) & (np.arange(w) <= left + side)              # (K, W)
+    covered = to_device(row[:, None, :, None], x) & to_device(column[:, None, None, :], x)
+    return covered.split(chosen.sum(1).tolist())
 
 
-def enhance(toned, sharp, contrast, factor):
-    """PIL's ImageEnhance, in place: x <- base + factor * (x - base), clipped and truncated.
-    Of the images in `toned`, the first `contrast` get Contrast, the others Color."""
-    # Color's base is the grey of each pixel, Contrast's their mean. LUMA holds multiples of 2^-16,
-    # so that float32 is exact.
+def enhance(toned, sharp, contrast, v):
+    """PIL's ImageEnhance, in place: x <- base + v * (x - base), clipped and truncated. The first
+    `contrast` images of toned get Contrast, the rest Color; those of sharp get Sharpness."""
+    # Color's base is the grey of each pixel, Contrast's the mean grey. LUMA is in multiples of
+    # 2^-16, so float32 is exact.
     grey = (toned * to_device(LUMA, toned)).sum(1, keepdim=True).add_(0.5).floor_()   # (k, 1, H, W)
     flat = grey[:contrast]
     flat.copy_(flat.mean((2, 3), keepdim=True).add_(0.5).floor_())
-    # Sharpness: a 3 x 3 mean whose centre has weight 5. PIL leaves out the edge pixels.
+    # Sharpness's base is a 3 x 3 mean whose centre has weight 5. PIL leaves the edge pixels alone.
     inner = sharp[:, :, 1:-1, 1:-1]
     total = sharp.float().unfold(2, 3, 1).sum(-1).unfold(3, 3, 1).sum(-1).add_(inner, alpha=4)
     smooth = total.div_(13).round_()                      # thirteenths have no ties
-    factors = factor.split([len(toned), len(sharp)])
-    for x, base, f in zip((toned, inner), (grey, smooth), factors):
-        x.copy_((x - base).mul_(f).add_(base).clamp_(0, 255))
+    factor = to_device(v.astype(np.float32)[:, None, None, None], toned)
+    factor = factor.split([len(toned), len(sharp)])
+    for x, base, v in zip((toned, inner), (grey, smooth), factor, strict=True):
+        x.copy_((x - base).mul_(v).add_(base).clamp_(0, 255))
+
+
+def apply_op(x, name, strength, centre=(0.5, 0.5)):
+    """One operation on all images, its strength signed and in its own unit. For the tests."""
+    v = np.broadcast_to(np.asarray(strength, dtype=float), (1, len(x)))
+    centre = np.broadcast_to(np.reshape(centre, (2, 1, -1)), (2, 1, len(x)))
+    return randaugment(x, np.full((1, len(x)), NAMES.index(name)), v, centre)

@@ -40,7 +40,7 @@ def find(args, folder, resizable):
     if held and not (args.resume or args.overwrite):
         raise UserError(f"--out {folder} already holds a run ({held[0]}); add --resume to continue "
                         f"it, --overwrite to replace it, or choose another --out")
-    checkpoint = load(folder) if args.resume else None
+    checkpoint = load_checkpoint(folder) if args.resume else None
     if checkpoint:
         check_same_run(checkpoint, vars(args), folder, resizable)
     elif args.resume and {"log.csv", "result.json"} & set(held):
@@ -62,13 +62,13 @@ def lock(folder):
         folder.mkdir(parents=True, exist_ok=True)
         locked = os.open(folder, os.O_RDONLY) if fcntl else None
     except OSError as error:
-        raise cannot_write(folder, error) from None
+        raise cannot_write(folder, error) from error
     try:
         if fcntl:
             fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except BlockingIOError as error:
         raise UserError(f"--out {folder} is in use by another process; wait until it ends, or "
-                        f"choose another --out") from None
+                        f"choose another --out") from error
     except OSError:
         pass                                         # a file system without locks
 
@@ -142,7 +142,7 @@ def write_log(folder, history):
     write(folder / "log.csv", "".join(f"{x}\n" for x in lines).encode())
 
 
-def save(folder, parts, **plain):
+def save_checkpoint(folder, parts, **plain):
     """last.pt, the one before it kept as prev.pt. Tensors and plain Python types only.
 
     parts: {name: anything with a state_dict}.
@@ -170,7 +170,7 @@ def restore(folder, checkpoint, parts, cfg):
                 part.load_state_dict(checkpoint[name])
             except (RuntimeError, ValueError) as error:      # names, shapes, parameter groups
                 raise does_not_fit(folder, checkpoint, f"{name}: {error}") from error
-    distributed.broadcast_from_rank0(lambda: prepare(folder, checkpoint, history, cfg))
+    distributed.broadcast_from_rank0(lambda: prepare_folder(folder, checkpoint, history, cfg))
     return step, seconds, history
 
 
@@ -186,7 +186,7 @@ def does_not_fit(folder, checkpoint, why):
                      f"another --out")
 
 
-def prepare(folder, checkpoint, history, cfg):
+def prepare_folder(folder, checkpoint, history, cfg):
     """Make the folder ready for training. That of a finished run is left as it is."""
     if checkpoint and checkpoint["step"] == cfg.iters and (folder / "result.json").exists():
         return
@@ -199,10 +199,10 @@ def prepare(folder, checkpoint, history, cfg):
         if checkpoint:
             write_log(folder, history)               # cuts off later rows
     except OSError as error:
-        raise cannot_write(folder, error) from None
+        raise cannot_write(folder, error) from error
 
 
-def load(folder):
+def load_checkpoint(folder):
     """The newest checkpoint that can be read, or None where there is none at all."""
     problems = []
     for path in [folder / n for n in ("last.pt", "prev.pt") if (folder / n).exists()]:

@@ -43,7 +43,6 @@ RECIPES = {  # what the paper's text says, what its released code does
                      decay_bn=True),
 }
 
-
 # Flags that the default --out names in a way of its own, and flags that may change on --resume.
 NAMED = ("dataset", "method", "gamma_l", "gamma_u", "reverse_u", "imbalance", "beta", "scale",
          "recipe", "seed")
@@ -67,7 +66,7 @@ def resolve(parser, argv, base):
                             f"{distributed.size()} processes; choose a multiple of their number")
     if args.out is None:
         plain = vars(parser.parse_args([])) | {key: getattr(given, key) for key in NAMED}
-        args.out = default_out(args, given, fill_defaults(argparse.Namespace(**plain), base))
+        args.out = default_out(args, fill_defaults(argparse.Namespace(**plain), base))
     return args
 
 
@@ -117,10 +116,10 @@ def adaptive_labels(cfg):
         cfg.pseudo_from == "adaptive" or cfg.pseudo_from == "auto" and matched(cfg))
 
 
-def default_out(args, given, plain):
+def default_out(args, plain):
     """runs/<dataset>_<base>_<method>_gl<..>_gu<..>, every other flag that was changed, _s<seed>.
 
-    args: all flags; given: as typed; plain: as they would be with the flags of NAMED alone.
+    args: all flags; plain: as they would be with the flags of NAMED alone
     The length of a run is not in its name: --resume may make it longer.
     """
     gammas = [f"{g:g}" if g else "own" for g in (args.gamma_l, args.gamma_u)]
@@ -130,7 +129,7 @@ def default_out(args, given, plain):
     name += f"_beta{args.beta:g}" if args.beta is not None else ""
     name += "" if args.scale == default_scale(args.dataset) else f"_{args.scale}"
     name += "" if args.recipe == "paper" else f"_{args.recipe}"
-    for key, value in vars(given).items():
+    for key, value in vars(args).items():
         changed = value is not None and value != getattr(plain, key)
         if changed and key not in (*NAMED, *FREE, "base"):
             text = f"{value:g}" if isinstance(value, float) else value

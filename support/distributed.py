@@ -92,7 +92,7 @@ def mean_over_ranks(tensors):
     with peer_errors():
         dist.all_reduce(flat)
     parts = (flat / size()).split([t.numel() for t in tensors])
-    return [part.view(t.shape) for part, t in zip(parts, tensors)]
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def sync_gradients(*modules):
@@ -103,7 +103,7 @@ def sync_gradients(*modules):
     tensors = [p.grad for m in modules for p in m.parameters() if p.grad is not None]
     tensors += [b for m in modules if m.training for b in m.buffers() if b.is_floating_point()]
     with torch.no_grad():
-        for tensor, mean in zip(tensors, mean_over_ranks(tensors)):
+        for tensor, mean in zip(tensors, mean_over_ranks(tensors), strict=True):
             tensor.copy_(mean)
 
 

@@ -57,7 +57,7 @@ def load_npz(path, flag):
             return {key: file[key] for key in file.files}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{flag}: {path} cannot be read as an .npz file ({error}); write it with "
-                        f"numpy.savez") from None
+                        f"numpy.savez") from error
 
 
 def check_images(x, what):
@@ -119,7 +119,8 @@ def read_stl10(reader, data_dir):
 def read_sun397(reader, data_dir):
     """All pictures; torchvision lists them in the order of the disk, here they are sorted."""
     sun = reader(data_dir, download=True)
-    paths, labels = zip(*sorted(zip(map(str, sun._image_files), sun._labels)))
+    pairs = sorted(zip(map(str, sun._image_files), sun._labels, strict=True))
+    paths, labels = zip(*pairs, strict=True)
     return {"x_train": as_paths(paths), "y_train": np.array(labels), "names": sun.classes}
 
 
@@ -299,13 +300,13 @@ class Pictures:
     def split(self, size):
         """As torch's, but one after the other, the next one being decoded meanwhile."""
         chunks = np.split(np.arange(len(self)), range(size, len(self), size))
-        for now, following in zip(chunks, [*chunks[1:], chunks[-1]]):
+        for now, following in zip(chunks, [*chunks[1:], chunks[-1]], strict=True):
             self.expect(now, batches=2)
             self.expect(following, batches=2)
             yield self[now]
 
     def in_memory(self):
         whole = torch.empty(self.shape, dtype=torch.uint8)
-        for place, chunk in zip(whole.split(1000), self.split(1000)):
+        for place, chunk in zip(whole.split(1000), self.split(1000), strict=True):
             place.copy_(chunk)
         return whole

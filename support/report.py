@@ -31,7 +31,7 @@ def fold(items, statistic):
     if isinstance(items[0], dict):
         return {key: fold([item[key] for item in items], statistic) for key in items[0]}
     if isinstance(items[0], list):
-        return [fold(cells, statistic) for cells in zip(*items)]
+        return [fold(cells, statistic) for cells in zip(*items, strict=True)]
     return statistic(items)
 
 
@@ -90,7 +90,8 @@ def table_rows(numbers, names):
         for key, label in MEASURES.items():
             value = numbers.get(section, {}).get(key)
             if isinstance(value, list):
-                rows |= {(heading, f"{label} {name}"): v for name, v in zip(names, value)}
+                rows |= {(heading, f"{label} {name}"): v
+                         for name, v in zip(names, value, strict=True)}
             elif value is not None:
                 rows[heading, label] = value
     return rows
@@ -112,13 +113,14 @@ def format_table(groups, part, names, markdown=False):
             section = row[0]
             rows.append([section, *[""] * len(groups)])
         rows.append([f"  {row[1]}", *(format_cell(mean[row], spread.get(row))
-                                      for mean, spread in zip(means, spreads))])
+                                      for mean, spread in zip(means, spreads, strict=True))])
     if markdown:
         rule = "|---|" + "--:|" * len(groups)
         lines = ["| " + " | ".join(c.strip() for c in row) + " |" for row in rows]
         return [lines[0], rule, *lines[1:]]
     width = [max(len(row[i]) for row in rows) + 2 for i in range(1, len(rows[0]))]
-    return [f"{row[0]:<33}" + "".join(f"{c:>{w}}" for c, w in zip(row[1:], width)) for row in rows]
+    return [f"{first:<33}" + "".join(f"{c:>{w}}" for c, w in zip(cells, width, strict=True))
+            for first, *cells in rows]
 
 
 def confusion_lines(group, part, names):
@@ -126,7 +128,7 @@ def confusion_lines(group, part, names):
     short = [name[:6] for name in names]
     lines = ["", f"{group.path.name}: percent of a true class (row) that is called (column)"]
     lines.append(" " * 12 + "".join(f"{name:>7}" for name in short))
-    for name, row in zip(names, group.mean(part)["confusion"]):
+    for name, row in zip(names, group.mean(part)["confusion"], strict=True):
         lines.append(f"{name[:12]:<12}" + "".join(f"{value:7.1f}" for value in row))
     return lines
 
@@ -157,7 +159,8 @@ def as_dict(groups, part, names):
 
 def write_predictions(out, files, labels, probabilities):
     """Of each picture its file, label and probability; to the screen where `out` is None."""
-    rows = [[file, label, f"{p:.4f}"] for file, label, p in zip(files, labels, probabilities)]
+    rows = [[file, label, f"{p:.4f}"]
+            for file, label, p in zip(files, labels, probabilities, strict=True)]
     text = csv_text([["file", "label", "probability"], *rows], "\n")
     if out is None:
         return print(text, end="")

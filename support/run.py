@@ -73,15 +73,17 @@ class Run:
         losses: scalars by name; those of Averages go into the log, all have to be finite
         """
         done = step + 1
-        losses = {name: x.detach() for name, x in losses.items() if x is not None}
+        losses = {name: x.detach() if x.requires_grad else x
+                  for name, x in losses.items() if x is not None}
         self.averages.add(y_u, mask, true_u, **losses)
-        self.guard.add(step, losses)
+        # Reading the losses would wait for a GPU: there they are checked before a checkpoint only.
+        self.guard.pending.append((step, losses))
+        diverged = self.device.type == "cpu" and self.guard.flush()
         if self.on_step:
             self.on_step(step, losses)
         if self.progress.due():
             self.progress.show(done, self.averages.means())
-        # Reading the losses would wait for a GPU: there they are checked before a checkpoint only.
-        stop, diverged = stop_signal.requested, self.device.type == "cpu" and self.guard.flush()
+        stop = stop_signal.requested
         if self.size > 1:
             stop, diverged = distributed.any_rank(stop, diverged)
         if diverged:
@@ -112,8 +114,9 @@ class Run:
         """A checkpoint, but never of weights that are not finite."""
         modules = [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
         self.guard.check(done, *modules)
-        checkpoint.save(self.folder, self.parts, step=done, seconds=self.progress.seconds,
-                        history=self.history, config=vars(self.cfg))
+        checkpoint.save_checkpoint(self.folder, self.parts, step=done,
+                                   seconds=self.progress.seconds, history=self.history,
+                                   config=vars(self.cfg))
 
     def finish(self, mean, evaluations):
         """result.json and the last line on the screen. mean: evaluate.mean_of_last"""
@@ -174,7 +177,7 @@ class Averages:
     def means(self, mean_over_ranks=list):
         sums, = mean_over_ranks([self.sums])
         return {name: total / count if count else math.nan
-                for name, total, count in zip(self.columns, *sums.tolist())}
+                for name, total, count in zip(self.columns, *sums.tolist(), strict=True)}
 
     def reset(self):
         self.sums.zero_()
@@ -194,13 +197,10 @@ class NaNGuard:
     def __init__(self):
         self.pending, self.bad = [], None            # (step, losses) not yet looked at
 
-    def add(self, step, losses):
-        self.pending.append((step, losses))
-
     def flush(self):
-        """Look at what was added; whether something was not finite."""
+        """Look at what is pending. Returns whether anything so far was not finite."""
         for step, losses in self.pending:
-            if not torch.stack(list(losses.values())).isfinite().all():
+            if not math.isfinite(torch.stack(list(losses.values())).sum()):
                 self.bad = self.bad or (step, losses)
         self.pending.clear()
         return self.bad is not None

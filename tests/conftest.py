@@ -1,5 +1,7 @@
 """What the tests share: tiny runs, comparison of checkpoints, exit codes, a cached dataset."""
+import time
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ import train_fixmatch
 from support import config
 from support import run as run_module
 
-# A few seconds become tenths: one thread, 8 x 8 pixels, a low threshold, so that pseudo-labels
-# count at once. No --iters: a test says how long its run is.
+ROOT = Path(__file__).parent.parent
+# One thread, 8 x 8 pixels, a batch of six: tenths of a second for six iterations.
 TINY = "--image_size 8 --batch_size 6 --eval_every 3 --threads 1 --device cpu"
 FLOAT64 = torch.float64
 
@@ -24,9 +26,11 @@ def synthetic_once(size=16):
     return synthetic(size, per_class_test=20)
 
 
-@pytest.fixture(autouse=True)
-def tiny_synthetic_data(monkeypatch):
-    monkeypatch.setattr(data, "synthetic", synthetic_once)
+@pytest.fixture(autouse=True, scope="session")             # so that it holds in all fixtures too
+def tiny_synthetic_data():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "synthetic", synthetic_once)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +74,7 @@ def same(a, b):
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
+        return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     return a == b or (a != a and b != b)
 
 
@@ -90,6 +94,14 @@ def exit_of(main, argv, capsys):
     return end.value.code, capsys.readouterr().err
 
 
+def wait_for(path, process, seconds=120):
+    """Until the file is there; the process that writes it has to be alive."""
+    until = time.time() + seconds
+    while not path.exists():
+        assert process.poll() is None and time.time() < until, process.communicate()
+        time.sleep(0.05)
+
+
 def own_npz(folder):
     """An .npz of noise: 5 classes, of which 4 are tested, and unlabeled images."""
     g = np.random.default_rng(0)
@@ -105,7 +117,7 @@ def own_npz(folder):
 # derivatives
 
 
-def central_differences(module, function, step=1e-6):
+def central_differences(module, function, step=1e-5):
     """d function() / d parameters of the module, one number at a time."""
     gradients = []
     for p in module.parameters():

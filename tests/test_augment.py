@@ -1,7 +1,7 @@
 """
-augment.py against independent references: PIL for every RandAugment operation, pad / crop / flip
-written out in NumPy for the crop, torchvision for the normalisation. Equality is exact wherever
-the values are integers. Run: pytest tests/test_augment.py
+support/augment.py against independent references: PIL for every RandAugment operation, pad / crop /
+flip written out in NumPy for the crop, torchvision for the normalisation. Equality is exact where
+the values are integers. More image sizes and larger samples: pytest -m slow tests/test_augment.py
 """
 import numpy as np
 import pytest
@@ -9,13 +9,14 @@ import torch
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from torchvision.transforms.functional import normalize
 
-import augment
+from support import augment
 
+slow = pytest.mark.slow
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
 NORMALISE = augment.Normalise(MEAN, STD, "cpu")
 IDENTITY = augment.Normalise((0, 0, 0), (1 / 255,) * 3, "cpu")     # keeps 0..255, as floats
 
-# (lo, hi) of the ildoonet RandAugment, typed in again: the table under test is not its own witness
+# (lo, hi) of the ildoonet RandAugment, typed in a second time to check augment.OPS
 RANGES = {
     "AutoContrast": (0, 0), "Equalize": (0, 0), "Invert": (0, 0), "Rotate": (0, 30),
     "Posterize": (0, 4), "Solarize": (0, 256), "SolarizeAdd": (0, 110), "Color": (0.1, 1.9),
@@ -26,7 +27,7 @@ SIGNED = {"Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY"}
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Hundreds of small calls: on a busy machine two threads spend 50 times longer on waiting."""
+    """For hundreds of small calls, on a busy machine, two threads take up to 50 times longer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +53,7 @@ def pil(a, name, v, centre):
     elif name in matrix:
         img = img.transform(img.size, Image.Transform.AFFINE, matrix[name])
     elif name == "Box":
-        x0, y0 = (int(max(0, c * side - v / 2)) for c, side in zip(centre, (w, h)))
+        x0, y0 = (int(max(0, c * side - v / 2)) for c, side in zip(centre, (w, h), strict=True))
         corners = (x0, y0, min(w, x0 + v), min(h, y0 + v))
         ImageDraw.Draw(img).rectangle(corners, (125, 123, 114))
     else:
@@ -93,15 +94,17 @@ def test_operations_and_ranges():
 
 
 @pytest.mark.parametrize("name", RANGES)
-@pytest.mark.parametrize("h, w", [(32, 32), (24, 40), (41, 17)])
-def test_every_operation_equals_pil(name, h, w):
+@pytest.mark.parametrize("h, w, every", [
+    (32, 32, 3), (41, 17, 3), *(pytest.param(*size, 1, marks=slow)
+                                for size in ((32, 32), (24, 40), (41, 17)))])
+def test_every_operation_equals_pil(name, h, w, every):
     g, (lo, hi), a = np.random.default_rng(1), RANGES[name], pictures(h, w)
     x, before = planar(a), planar(a)
     # extremes, the levels in common use (4, 14), whole and half steps, arbitrary ones
-    levels = [0, 4, 14, 30] + list(np.arange(0, 30, 2.5)) + list(g.uniform(0, 30, 8))
+    levels = [0, 4, 14, 30] + [*np.arange(0, 30, 2.5), *g.uniform(0, 30, 8)][::every]
     for level in levels if hi else [0]:
-        v = lo + level / 30 * (hi - lo)
-        for v in (v, -v) if name in SIGNED else (v,):
+        strength = lo + level / 30 * (hi - lo)
+        for v in (strength, -strength) if name in SIGNED else (strength,):
             centre = g.random(2)
             ours = augment.apply_op(x, name, v, centre).permute(0, 2, 3, 1).numpy()
             want = np.stack([pil(img, name, v, centre) for img in a])
@@ -129,7 +132,7 @@ def test_translation_next_to_half_a_pixel(name):
 def test_layers_equal_pil_one_after_the_other(m):
     """Every image gets its own n operations, in order, whatever its neighbours get."""
     x, N = batch(), 64
-    op, v, centre = augment.draw(x.shape, np.random.default_rng(2), 3, m, (0, 1))
+    op, v, centre = augment.draw_randaugment(x.shape, np.random.default_rng(2), 3, m, (0, 1))
     ours = augment.randaugment(x, op, v, centre).permute(0, 2, 3, 1).numpy()
     for i in range(N):
         want = x[i].permute(1, 2, 0).numpy().copy()
@@ -141,7 +144,7 @@ def test_layers_equal_pil_one_after_the_other(m):
 def test_strong_is_randaugment_then_crop_flip_then_cutout():
     x, keep = batch(32), np.random.default_rng(3)
     got = augment.strong(x, np.random.default_rng(3), IDENTITY, n=2, m=9)
-    y = augment.randaugment(x, *augment.draw(x.shape, keep, 2, 9, (0, 1)))
+    y = augment.randaugment(x, *augment.draw_randaugment(x.shape, keep, 2, 9, (0, 1)))
     y = augment.weak(y, keep, IDENTITY)
     cut = (got == 0).all(1, keepdim=True).expand_as(got)
     assert torch.equal(got[~cut], y[~cut])                 # nothing but the square differs
@@ -150,7 +153,8 @@ def test_strong_is_randaugment_then_crop_flip_then_cutout():
 
 def test_operations_are_uniform_and_independent():
     n, N = 3, 20000
-    op, v, centre = augment.draw((N, 3, 32, 32), np.random.default_rng(4), n, 15, (0, 1))
+    rng = np.random.default_rng(4)
+    op, v, centre = augment.draw_randaugment((N, 3, 32, 32), rng, n, 15, (0, 1))
     expected = N / 16
     for layer in range(n):                                 # chi-square, 15 degrees of freedom
         counts = np.bincount(op[layer], minlength=16)
@@ -171,14 +175,16 @@ def test_operations_are_uniform_and_independent():
 
 @pytest.mark.parametrize("m", [0, 4, 30])
 def test_a_fixed_level_gives_the_strength_of_the_range(m):
-    op, v, _ = augment.draw((3000, 3, 32, 32), np.random.default_rng(5), 2, m, (0, 1))
+    rng = np.random.default_rng(5)
+    op, v, _ = augment.draw_randaugment((3000, 3, 32, 32), rng, 2, m, (0, 1))
     for k, name in enumerate(augment.NAMES):
         lo, hi = RANGES[name]
         np.testing.assert_allclose(np.abs(v[op == k]), lo + m / 30 * (hi - lo), rtol=1e-12)
 
 
 def test_a_random_level_varies_by_image_and_operation():
-    op, v, _ = augment.draw((8000, 3, 32, 32), np.random.default_rng(6), 2, "random", (0, 1))
+    rng = np.random.default_rng(6)
+    op, v, _ = augment.draw_randaugment((8000, 3, 32, 32), rng, 2, "random", (0, 1))
     for k, name in enumerate(augment.NAMES):
         (lo, hi), got = RANGES[name], np.abs(v[op == k])
         if hi == 0:
@@ -192,7 +198,8 @@ def test_a_random_level_varies_by_image_and_operation():
 
 def test_pixel_ranges_grow_with_the_image():
     for h, w, scale in (96, 96, 3), (48, 64, 1.5), (32, 16, 0.5):
-        op, v, _ = augment.draw((4000, 3, h, w), np.random.default_rng(7), 1, 6, (0, 1))
+        rng = np.random.default_rng(7)
+        op, v, _ = augment.draw_randaugment((4000, 3, h, w), rng, 1, 6, (0, 1))
         for name, at_32 in ("TranslateX", 20), ("TranslateY", 20), ("Box", 8):
             np.testing.assert_allclose(np.abs(v[op == augment.NAMES.index(name)]), at_32 * scale)
         np.testing.assert_allclose(np.abs(v[op == augment.NAMES.index("Rotate")]), 6)
@@ -215,7 +222,8 @@ def all_crops(a, pad):
     return views
 
 
-@pytest.mark.parametrize("h, w, pad", [(32, 32, 4), (16, 40, 2), (40, 24, 3)])
+@pytest.mark.parametrize("h, w, pad", [(32, 32, 4), (40, 24, 3),
+                                       pytest.param(16, 40, 2, marks=slow)])
 def test_weak_is_a_crop_of_the_padded_image_maybe_mirrored(h, w, pad):
     x = batch(6, h, w)
     views, seen = [all_crops(a, pad) for a in x.numpy()], []
@@ -251,9 +259,10 @@ def squares(rng, N, h, w):
     return (y == 0).all(1).numpy()
 
 
+@pytest.mark.parametrize("N", [1000, pytest.param(4000, marks=slow)])
 @pytest.mark.parametrize("h, w", [(32, 32), (24, 40)])
-def test_cutout_is_one_square_with_uniform_centre(h, w):
-    N, size = 4000, min(h, w) // 2
+def test_cutout_is_one_square_with_uniform_centre(h, w, N):
+    size = min(h, w) // 2
     cut = squares(np.random.default_rng(9), N, h, w)
     for axis, side in (1, h), (2, w):
         hit = cut.any(3 - axis)                            # (N, side) rows or columns that are cut
@@ -273,7 +282,7 @@ def test_cutout_is_one_square_with_uniform_centre(h, w):
 
 
 # -----------------------------------------------------------------------------------------------
-# the promises of both views
+# what holds for all views
 
 VIEWS = {"weak": augment.weak, "strong": augment.strong,
          "random level": lambda *a, **k: augment.strong(*a, m="random", **k),
@@ -281,7 +290,7 @@ VIEWS = {"weak": augment.weak, "strong": augment.strong,
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("h, w", [(32, 32), (24, 40), (96, 96)])
+@pytest.mark.parametrize("h, w", [(32, 32), (24, 40), pytest.param(96, 96, marks=slow)])
 def test_output_format(view, h, w):
     x = batch(48, h, w)
     before = x.clone()
@@ -307,7 +316,7 @@ def test_the_seed_decides(view):
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_images_are_drawn_for_independently(view):
-    """The same image sixty-four times: the views differ."""
+    """The same image sixty-four times gives different views."""
     x = batch(1).expand(64, -1, -1, -1)
     y = view(x, np.random.default_rng(13), NORMALISE)
     # of the 162 weak views, 64 draws hit 53 different ones on average, give or take 3
@@ -315,13 +324,13 @@ def test_images_are_drawn_for_independently(view):
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("world", [2, 4])
-def test_shards_equal_the_whole_batch(view, world):
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_equal_the_whole_batch(view, size):
     x = batch(32)
     whole = view(x, np.random.default_rng(14), NORMALISE)
-    for rank, part in enumerate(x.chunk(world)):
-        got = view(part, np.random.default_rng(14), NORMALISE, shard=(rank, world))
-        assert torch.equal(got, whole.chunk(world)[rank])
+    for rank, part in enumerate(x.chunk(size)):
+        got = view(part, np.random.default_rng(14), NORMALISE, shard=(rank, size))
+        assert torch.equal(got, whole.chunk(size)[rank])
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
@@ -336,6 +345,6 @@ def test_the_memory_layout_of_the_input_does_not_matter(view):
 
 
 def test_a_single_image():
-    for seed in range(40):                                 # most families are empty, in turn
+    for seed in range(40):                                 # all families but one are empty
         y = augment.strong(batch(1), np.random.default_rng(seed), NORMALISE, n=1)
         assert y.shape == (1, 3, 32, 32) and torch.isfinite(y).all()

@@ -1,97 +1,87 @@
 """The omega step: first-order form = double backward = central differences, in float64.
 
 Independent references: finite differences of L_bal as a function of omega, torch.optim for the
-inner step, a network unrolled as a whole, the closed form of the paper's Proposition 3.1.
+inner step, the closed form of the paper's Proposition 3.1. A whole network: test_full_unroll.py.
 """
 from copy import deepcopy
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import FLOAT64, central_differences, relative_difference
 
-import models
-from attractor import BiasAttractor, adapt
-from bilevel import full_unroll, omega_gradient, reference_gradient, remember, update
+from attractor import BiasAttractor
+from bilevel import omega_gradient, omega_step, reference_gradient, remember, update
 
 K, D, B, U, M = 4, 6, 5, 7, 8
 LR = 0.05               # large, so that differences of L_bal stand out from rounding
-FLOAT64 = torch.float64
 
 
 def cross_entropy_rows(y, weight):
     """FixMatch: masked cross-entropy rows with weights kappa_i."""
-    return lambda l_hat: (weight * F.cross_entropy(l_hat, y, reduction="none")).sum()
+    return lambda l_hat: ((weight * F.cross_entropy(l_hat, y, reduction="none")).sum(),)
 
 
 def squared_error_rows(q, weight):
     """MixMatch: squared error between probabilities."""
-    return lambda l_hat: (weight[:, None] * (l_hat.softmax(1) - q) ** 2).sum() / K
+    return lambda l_hat: ((weight[:, None] * (l_hat.softmax(1) - q) ** 2).sum() / K,)
 
 
 class Problem:
     """A random omega step. Rows B.. are unlabeled and partly masked."""
 
-    def __init__(self, kind="adam", loss="ce", norm="softmax", warm_steps=3, seed=0):
-        torch.manual_seed(seed)
+    def __init__(self, kind="adam", loss="ce", norm="softmax", warm_steps=3, **settings):
+        torch.manual_seed(0)
+        self.kind = kind
         self.classifier = torch.nn.Linear(D, K).to(FLOAT64)
-        self.attractor = BiasAttractor(K, 6, norm).to(FLOAT64)
+        self.attractor = BiasAttractor(K, 4, norm).to(FLOAT64)
         self.z, self.z_b = torch.randn(B + U, D, dtype=FLOAT64), torch.randn(M, D, dtype=FLOAT64)
         self.y, self.y_b = torch.randint(K, (B + U,)), torch.randint(K, (M,))
         mask = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=FLOAT64)
-        weight = torch.cat([torch.full((B,), 1 / B, dtype=FLOAT64), mask / U])
+        self.weight = torch.cat([torch.full((B,), 1 / B, dtype=FLOAT64), mask / U])
         q = torch.rand(B + U, K, dtype=FLOAT64).softmax(1)
-        self.weight = weight
-        self.lower_loss = (cross_entropy_rows(self.y, weight) if loss == "ce"
-                           else squared_error_rows(q, weight))
-        self.optimizer = torch.optim.Adam(self.classifier.parameters(), LR)
+        self.lower_loss = (cross_entropy_rows(self.y, self.weight) if loss == "ce"
+                           else squared_error_rows(q, self.weight))
+        self.optimizer = torch.optim.Adam(self.classifier.parameters(), LR, **settings)
         for _ in range(warm_steps):                  # real moments of a real optimizer
-            self.real_step()
+            self.real_step(self.classifier, self.optimizer)
         self.inner = remember(self.classifier.parameters(), self.optimizer, warm_steps + 1, kind)
 
-    def real_step(self, optimizer=None):
-        optimizer = optimizer or self.optimizer
-        optimizer.zero_grad()
-        l_hat = adapt(self.classifier(self.z), self.attractor)
-        torch.autograd.backward(self.lower_loss(l_hat), inputs=list(self.classifier.parameters()))
+    def real_step(self, classifier, optimizer):
+        """torch.optim's step of the classifier on L. Returns the gradient."""
+        logits = classifier(self.z)
+        loss, = self.lower_loss(logits + self.attractor(logits.detach()))
+        gradient = torch.autograd.grad(loss, list(classifier.parameters()))
+        for p, g in zip(classifier.parameters(), gradient, strict=True):
+            p.grad = g
         optimizer.step()
+        return gradient
 
+    def stepped(self):
+        """A copy of the classifier after the step that omega is judged by, and its gradient."""
+        if self.kind == "sgd":
+            classifier = deepcopy(self.classifier)
+            optimizer = torch.optim.SGD(classifier.parameters(), LR)
+        else:
+            classifier, optimizer = deepcopy((self.classifier, self.optimizer))
+        return classifier, self.real_step(classifier, optimizer)
+
+    @torch.enable_grad()
     def balanced_loss(self):
         """L_bal(omega), first derivatives only: what the differences are taken of."""
-        weight, bias = (s.param.clone().requires_grad_() for s in self.inner)
-        l_hat = adapt(self.z @ weight.T + bias, self.attractor)
-        g = torch.autograd.grad(self.lower_loss(l_hat), (weight, bias))
-        weight, bias = map(update, self.inner, g)
-        return F.cross_entropy(self.z_b @ weight.T + bias, self.y_b).item()
+        return F.cross_entropy(self.stepped()[0](self.z_b), self.y_b).item()
+
+    def arguments(self):
+        """Those of omega_gradient, but for the attractor."""
+        logits = self.classifier(self.z)
+        return self.lower_loss, logits, self.z, self.inner, self.z_b, self.y_b
 
     def first_order(self):
-        with torch.no_grad():
-            logits = self.z @ self.inner[0].param.T + self.inner[1].param
-        return omega_gradient(self.attractor, self.lower_loss, logits, self.z, self.inner,
-                              self.z_b, self.y_b)
+        return omega_gradient(self.attractor, *self.arguments())
 
     def reference(self):
         return reference_gradient(self.attractor, self.lower_loss, self.z, self.inner,
                                   self.z_b, self.y_b)
-
-
-def central_differences(attractor, value, h=1e-5):
-    """d value() / d omega, one weight at a time."""
-    result = []
-    for p in attractor.parameters():
-        flat = p.data.view(-1)                        # shares memory with the weights
-        for i in range(len(flat)):
-            ends = []
-            for move in (h, -2 * h):
-                flat[i] += move
-                ends.append(value())
-            flat[i] += h
-            result.append((ends[0] - ends[1]) / (2 * h))
-    return [torch.tensor(result, dtype=FLOAT64)]
-
-
-def relative_difference(a, b):
-    a, b = (torch.cat([t.flatten() for t in x]) for x in (a, b))
-    return ((a - b).norm() / b.norm()).item()
 
 
 CASES = [(kind, loss, norm, warm) for kind in ("adam", "sgd") for loss in ("ce", "mse")
@@ -110,37 +100,82 @@ def test_first_order_equals_double_backward(kind, loss, norm, warm):
 def test_first_order_equals_central_differences(kind, loss, norm, warm):
     # Adam's first step is lr * sign(g) but for eps: L_bal hardly depends on omega, and the
     # differences of so flat a function drown in rounding. A larger eps makes it a fair question.
-    problem = Problem(kind, loss, norm, warm)
-    if warm == 0:
-        problem.optimizer.param_groups[0]["eps"] = 1e-2
+    problem = Problem(kind, loss, norm, warm, eps=1e-8 if warm else 1e-2)
+    loss_bal, gradient = problem.first_order()
+    assert loss_bal.item() == pytest.approx(problem.balanced_loss(), rel=1e-12)
     expected = central_differences(problem.attractor, problem.balanced_loss)
-    assert relative_difference(problem.first_order()[1], expected) < 1e-6
+    assert relative_difference(gradient, expected) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize("warm", [0, 1, 5])
-def test_inner_step_is_what_torch_optim_does(kind, warm):
-    problem = Problem(kind, warm_steps=warm)
-    real = problem.optimizer if kind == "adam" else torch.optim.SGD(
-        problem.classifier.parameters(), problem.optimizer.param_groups[0]["lr"])
-    problem.real_step(real)
-    g = [p.grad for p in problem.classifier.parameters()]
-    for ours, theirs in zip(map(update, problem.inner, g), problem.classifier.parameters()):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-14, atol=1e-14)
+@pytest.mark.parametrize("settings", [{}, {"betas": (0.7, 0.8), "eps": 0.01}])
+def test_inner_step_is_what_torch_optim_does(kind, warm, settings):
+    problem = Problem(kind, warm_steps=warm, **settings)
+    classifier, gradient = problem.stepped()
+    ours = map(update, problem.inner, gradient)
+    for a, b in zip(ours, classifier.parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-14, atol=1e-14)
 
 
-def test_the_omega_step_touches_nothing():
+@pytest.mark.parametrize("change", [{"lr": 7 * LR}, {"betas": (0.5, 0.6)}, {"eps": 1.0}])
+def test_remember_copies_the_settings_of_the_optimizer(change):
+    """A learning rate schedule changes param_groups in place. The step that is differentiated
+    remains the one made with the settings that held when it was remembered."""
+    problem = Problem()
+    before, classifier = problem.first_order()[1], problem.classifier
+    gradient = problem.real_step(classifier, problem.optimizer)
+    stepped = [p.detach().clone() for p in classifier.parameters()]
+    problem.optimizer.param_groups[0].update(change)
+    for ours, theirs in zip(map(update, problem.inner, gradient), stepped, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+    with torch.no_grad():
+        for p, inner in zip(classifier.parameters(), problem.inner, strict=True):
+            p.copy_(inner.param)
+    assert relative_difference(problem.first_order()[1], before) < 1e-12
+
+
+@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"amsgrad": True}])
+def test_remember_refuses_an_update_that_it_does_not_know(setting):
+    classifier = torch.nn.Linear(D, K)
+    optimizer = torch.optim.Adam(classifier.parameters(), LR, **setting)
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        remember(classifier.parameters(), optimizer, 1)
+
+
+def test_the_omega_gradient_touches_nothing():
     problem = Problem(warm_steps=2)
+
     def everything():
         states = [s for p in problem.classifier.parameters()
                   for s in problem.optimizer.state[p].values()]
         return [t.detach().clone() for t in (*problem.classifier.parameters(),
                                              *problem.attractor.parameters(), *states)]
     before = everything()
+    gradients = [p.grad.clone() for p in problem.classifier.parameters()]
     problem.first_order()
     problem.reference()
-    assert all(torch.equal(a, b) for a, b in zip(before, everything()))
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     assert all(p.grad is None for p in problem.attractor.parameters())
+    assert all(torch.equal(p.grad, g)
+               for p, g in zip(problem.classifier.parameters(), gradients, strict=True))
+
+
+def test_the_omega_step_moves_omega_by_the_optimizer_and_nothing_else():
+    problem = Problem()
+    phi = deepcopy(problem.classifier.state_dict())
+    loss_bal = problem.balanced_loss()
+    gradient = central_differences(problem.attractor, problem.balanced_loss)
+    expected = [p.detach() - 0.1 * g
+                for p, g in zip(problem.attractor.parameters(), gradient, strict=True)]
+    optimizer = torch.optim.SGD(problem.attractor.parameters(), 0.1)
+    ours, norm = omega_step(problem.attractor, optimizer, *problem.arguments())
+    assert ours.item() == pytest.approx(loss_bal, rel=1e-12)
+    squares = sum((g ** 2).sum().item() for g in gradient)
+    assert norm.item() == pytest.approx(squares ** 0.5, rel=1e-6)
+    for a, b in zip(problem.attractor.parameters(), expected, strict=True):
+        torch.testing.assert_close(a.detach(), b, rtol=1e-7, atol=1e-9)
+    assert all(torch.equal(v, phi[k]) for k, v in problem.classifier.state_dict().items())
 
 
 def test_a_gradient_of_exactly_zero_at_the_first_step_is_no_nan():
@@ -184,79 +219,6 @@ def test_proposition_3_1():
         for k in range(K):
             jacobian = torch.autograd.grad(delta[i, k], list(problem.attractor.parameters()),
                                            retain_graph=True)
-            for t, j in zip(total, jacobian):
+            for t, j in zip(total, jacobian, strict=True):
                 t -= alpha * problem.weight[i] * similarity[i, k] * j
     assert relative_difference(problem.first_order()[1], total) < 1e-10
-
-
-class Small(torch.nn.Module):
-    """A network with BatchNorm, small enough to be unrolled many times."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = torch.nn.Conv2d(3, D, 3), models.Norm(D, 0.1)
-        self.classifier = torch.nn.Linear(D, K)
-
-    def features(self, x):
-        return F.softplus(self.bn(self.conv(x))).mean((2, 3))
-
-    def forward(self, x):
-        return self.classifier(self.features(x))
-
-
-@pytest.fixture
-def network_problem():
-    torch.manual_seed(1)
-    model, attractor = Small().to(FLOAT64), BiasAttractor(K, 8).to(FLOAT64)
-    x, x_b = torch.randn(6, 3, 6, 6, dtype=FLOAT64), torch.randn(M, 3, 6, 6, dtype=FLOAT64)
-    y, y_b = torch.randint(K, (6,)), torch.randint(K, (M,))
-    optimizer = torch.optim.Adam(model.parameters(), LR)
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return model, attractor, x, y, x_b, y_b, optimizer
-
-
-def moved_balanced_loss(problem, moving):
-    """L_bal after a real torch.optim step of the parameters whose name passes `moving`."""
-    model, attractor, x, y, x_b, y_b, optimizer = problem
-    model = deepcopy(model)
-    copy = torch.optim.Adam(model.parameters(), LR)
-    copy.load_state_dict(deepcopy(optimizer.state_dict()))
-    l_hat = adapt(model(x), attractor)
-    torch.autograd.backward(F.cross_entropy(l_hat, y), inputs=list(model.parameters()))
-    for name, p in model.named_parameters():
-        if not moving(name):
-            p.grad = None                                    # torch.optim leaves it where it is
-    copy.step()
-    return F.cross_entropy(model(x_b), y_b).item()
-
-
-def test_unrolling_only_the_classifier_of_a_real_network(network_problem):
-    """theta stays, phi moves by torch.optim.Adam: differences of the whole network's L_bal."""
-    model, attractor, x, y, x_b, y_b, optimizer = network_problem
-    inner = remember(model.classifier.parameters(), optimizer, 3)
-    z, z_b = model.features(x), model.features(x_b).detach()
-    _, g = omega_gradient(attractor, lambda l: F.cross_entropy(l, y), model.classifier(z), z,
-                          inner, z_b, y_b)
-    expected = central_differences(attractor, lambda: moved_balanced_loss(
-        network_problem, lambda name: name.startswith("classifier")))
-    assert relative_difference(g, expected) < 1e-6
-
-
-def test_full_unroll_moves_the_whole_network(network_problem):
-    model, attractor, x, y, x_b, y_b, optimizer = network_problem
-    inner = remember(model.parameters(), optimizer, 3)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    with models.frozen_bn_stats(model):
-        _, g, lower = full_unroll(model, attractor, lambda l: F.cross_entropy(l, y), model(x),
-                                  inner, x_b, y_b)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    expected = central_differences(attractor, lambda: moved_balanced_loss(
-        network_problem, lambda name: True))
-    assert relative_difference(g, expected) < 1e-6
-    optimizer.zero_grad()
-    F.cross_entropy(adapt(model(x), attractor), y).backward()
-    for ours, p in zip(lower, model.parameters()):
-        torch.testing.assert_close(ours, p.grad)

@@ -1,35 +1,34 @@
-"""The command lines as a user meets them: run folders, evaluate, the README. Wrong input has a file
-of its own, test_wrong_input.py."""
+"""The command lines as a user meets them: run folders, evaluate, imports, the README's commands.
+Wrong input has a file of its own, test_wrong_input.py."""
 import ast
 import json
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
+import tarfile
+from functools import lru_cache
 
+import numpy as np
 import pytest
+from conftest import ROOT, TINY, checkpoint, exit_of, files
 
 import data
 import evaluate
-import settings
 import train_fixmatch
-import train_mixmatch
 from baselines import train as baselines
-
-ROOT = Path(__file__).parent.parent
-TINY = "--image_size 8 --batch_size 6 --eval_every 2 --iters 4 --threads 1 --device cpu"
-
-
-def run(main, argv, capsys):
-    """(exit code, stderr) of a script called with argv."""
-    with pytest.raises(SystemExit) as end:
-        settings.exit_cleanly(lambda: main(argv), data.DataError)
-    return end.value.code, capsys.readouterr().err
+from scripts import full_unroll
+from support import UserError, config, readers
 
 
 def train(flags, out, capsys):
-    return run(train_fixmatch.main, [*TINY.split(), *flags.split(), "--out", str(out)], capsys)
+    """(exit code, stderr) of a tiny FixMatch run."""
+    argv = f"{TINY} --iters 4 --eval_every 2 {flags} --out {out}".split()
+    return exit_of(train_fixmatch.main, argv, capsys)
+
+
+# ---------------------------------------------------------------------------------------------
+# data
 
 
 def test_no_data_and_no_network(tmp_path, capsys, monkeypatch):
@@ -41,18 +40,55 @@ def test_no_data_and_no_network(tmp_path, capsys, monkeypatch):
     assert all(word in err for word in ("cifar10.npz", str(tmp_path), "--dataset synthetic"))
 
 
+def test_a_broken_archive_is_a_sentence_with_its_cause(tmp_path, monkeypatch):
+    (tmp_path / "stl10_binary.tar.gz").write_bytes(b"not an archive")
+    monkeypatch.setattr("torchvision.datasets.STL10.tgz_md5", None)  # so that it is not replaced
+    with pytest.raises(UserError, match="--dataset stl10: .*stl10_binary.tar.gz") as error:
+        data.load("stl10", tmp_path)
+    assert isinstance(error.value.__cause__, tarfile.TarError)
+
+
+def test_a_mistake_in_a_reader_keeps_its_traceback(tmp_path, monkeypatch):
+    def misspelt(reader, data_dir):
+        raise NameError("name 'readr' is not defined")
+    monkeypatch.setattr(readers, "read_cifar", misspelt)
+    with pytest.raises(NameError, match="readr"):
+        data.load("cifar10", tmp_path)
+
+
+def test_ratio_on_a_built_in_dataset(tmp_path, capsys):
+    """Every class of 1000 images is divided 1:2."""
+    code, err = train("--ratio 2 --method none", tmp_path / "run", capsys)
+    assert code is None and err == "" and checkpoint(tmp_path / "run")["step"] == 4
+    run = evaluate.load_run(tmp_path / "run")
+    labels, (labeled, unlabeled) = run.dataset.labels, run.split
+    assert np.bincount(labels).tolist() == [1000] * 10
+    assert np.bincount(labels[labeled]).tolist() == [333] * 10
+    assert np.bincount(labels[unlabeled]).tolist() == [667] * 10
+    assert not set(labeled) & set(unlabeled)
+
+
+def test_ratio_and_counts_exclude_each_other(tmp_path, capsys):
+    code, err = train("--ratio 2 --n1 5", tmp_path / "run", capsys)
+    assert code == 2 and err.count("\n") == 1 and "--ratio" in err and "--n1" in err
+
+
+# ---------------------------------------------------------------------------------------------
+# run folders
+
+
 def test_an_existing_run_is_never_overwritten_unasked(tmp_path, capsys):
     out = tmp_path / "run"
     assert train("", out, capsys)[0] is None
-    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    before = files(out)
     code, err = train("--seed 1", out, capsys)
     assert code == 2 and "already holds a run" in err
-    assert before == {f.name: f.read_bytes() for f in out.iterdir()}
+    assert files(out) == before
     code, err = train("--seed 1 --resume", out, capsys)
     assert code == 2 and "--seed is 1" in err
     code, err = train("--iters 3 --resume", out, capsys)
     assert code == 2 and "--iters is 3" in err
-    assert before == {f.name: f.read_bytes() for f in out.iterdir()}
+    assert files(out) == before
     assert train("--seed 1 --overwrite", out, capsys)[0] is None
     assert json.loads((out / "config.json").read_text())["seed"] == 1
 
@@ -67,9 +103,8 @@ def test_a_run_that_diverges_stops_and_saves_nothing(tmp_path, capsys, flags, wh
 
 
 def test_results_without_a_checkpoint_are_not_resumed_over(tmp_path, capsys):
-    train("", tmp_path / "run", capsys)
-    for name in ("last.pt", "prev.pt"):
-        (tmp_path / "run" / name).unlink()
+    train("--iters 1 --method none", tmp_path / "run", capsys)
+    (tmp_path / "run/last.pt").unlink()
     code, err = train("--resume", tmp_path / "run", capsys)
     assert code == 2 and "no checkpoint" in err
 
@@ -78,68 +113,147 @@ def test_evaluate_shows_runs_side_by_side(tmp_path, capsys):
     for method in ("none", "l2ac"):
         train(f"--method {method}", tmp_path / method, capsys)
     folders = [str(tmp_path / m) for m in ("none", "l2ac")]
-    assert run(evaluate.main, folders, capsys)[0] is None
+    assert exit_of(evaluate.main, folders, capsys)[0] is None
     evaluate.main(folders)
     text = capsys.readouterr().out
     assert "none" in text and "l2ac" in text and "recall saltire" in text
     evaluate.main([*folders, "--json"])
     numbers = json.loads(capsys.readouterr().out)
-    for method in ("none", "l2ac"):
-        log = (tmp_path / method / "log.csv").read_text().splitlines()
-        last = dict(zip(log[0].split(","), map(float, log[-1].split(","))))
-        numbers[method] = numbers[str(tmp_path / method)]
-        assert numbers[method]["last"]["bacc"] == pytest.approx(last["bacc"], rel=1e-5)
-        result = json.loads((tmp_path / method / "result.json").read_text())
-        assert numbers[method]["mean_of_last_20"]["gm"] == pytest.approx(result["gm"])
+    for folder in map(tmp_path.joinpath, ("none", "l2ac")):
+        log = (folder / "log.csv").read_text().splitlines()
+        last = dict(zip(log[0].split(","), map(float, log[-1].split(",")), strict=True))
+        assert numbers[str(folder)]["last"]["bacc"] == pytest.approx(last["bacc"], rel=1e-5)
+        result = json.loads((folder / "result.json").read_text())
+        assert numbers[str(folder)]["mean_of_last_20"]["gm"] == pytest.approx(result["gm"])
 
 
-def test_from_a_shell(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("command,says", [
+    ("train_fixmatch.py", "l2ac: bACC"), ("train_mixmatch.py", "l2ac: bACC"),
+    ("-m baselines.train", "none: bACC"), ("-m scripts.full_unroll", "full_unroll: bACC")])
+def test_from_a_shell(tmp_path, command, says):
     """A real process: exit codes, and nothing but the sentence on stderr."""
-    command = [sys.executable, "train_fixmatch.py", *TINY.split(), "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "l2ac: bACC" in done.stdout and done.stderr == ""
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, *command.split(), *TINY.split(), "--iters", "2", "--out",
+             str(tmp_path / "run")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and says in done.stdout and done.stderr == ""
+    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 2 and again.stderr.count("\n") == 1
 
 
-def test_import_graph():
-    """Imports point one way: the nouns import no sibling (evaluate does, but only as a script;
-    finished puts them together)."""
-    siblings = {p.stem for p in ROOT.glob("*.py")}
-    allowed = {"bilevel": {"attractor"}, "data": {"readers"}, "settings": {"distributed"},
-               "run_folder": {"distributed", "settings"}, "common": {"distributed", "settings"},
-               "finished": siblings}
-    for name in siblings - {n for n in siblings if n.startswith("train_")}:
-        tree = ast.parse((ROOT / f"{name}.py").read_text())
-        imported = {alias.name for node in tree.body if isinstance(node, ast.Import)
-                    for alias in node.names}
-        imported |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
-        assert imported & siblings <= allowed.get(name, set()), name
+# ---------------------------------------------------------------------------------------------
+# imports
+
+TUTORIAL = {"attractor", "bilevel", "train_fixmatch", "train_mixmatch", "data", "models",
+            "evaluate"}
+PACKAGES = ("support", "baselines", "scripts")
+OPTIONAL = {"sklearn"}                   # heavy, for one figure only: may be imported in a function
 
 
-SCRIPTS = {"train_fixmatch.py": train_fixmatch, "train_mixmatch.py": train_mixmatch,
-           "baselines.train": baselines}
+@lru_cache
+def modules():
+    """{dotted name: syntax tree} of the project; a package's __init__ has the package's name."""
+    paths = [*ROOT.glob("*.py"), *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
+    dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    return {name.removesuffix(".__init__"): ast.parse(path.read_text())
+            for path, name in dotted.items()}
+
+
+def imported(tree):
+    """Dotted names that a piece of code imports. `from package import x`: the package, which Python
+    runs first, and package.x if that is a module."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {node.module} | inside & modules().keys()
+    return names
+
+
+def import_graph():
+    """{module: modules of the project that it imports}; a submodule also needs its package."""
+    graph = {}
+    for name, tree in modules().items():
+        needed = imported(tree)
+        needed |= {n.rpartition(".")[0] for n in {*needed, name} if "." in n}
+        graph[name] = needed & modules().keys() - {name}
+    return graph
+
+
+def cycle_in(graph):
+    """A list of modules that import each other in a circle, or None."""
+    done = set()
+
+    def search(module, path):
+        if module in path:
+            return path[path.index(module):]
+        if module in done:
+            return None
+        for needed in graph[module]:
+            if found := search(needed, [*path, module]):
+                return found
+        done.add(module)
+        return None
+    return next(filter(None, (search(module, []) for module in graph)), None)
+
+
+def test_root_holds_the_tutorial_and_nothing_else():
+    assert {path.stem for path in ROOT.glob("*.py")} == TUTORIAL
+
+
+def test_support_imports_no_tutorial_file_and_no_other_package():
+    graph = import_graph()
+    assert "support.run" in graph and graph["train_fixmatch"] > {"data", "support.run"}
+    for module, needed in graph.items():
+        if module.split(".")[0] == "support":
+            assert {name.split(".")[0] for name in needed} <= {"support"}, module
+
+
+def test_no_import_is_hidden_in_a_function():
+    for module, tree in modules().items():
+        functions = [node for node in ast.walk(tree)
+                     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        hidden = {name.split(".")[0] for function in functions for name in imported(function)}
+        assert hidden <= OPTIONAL, module
+
+
+def test_no_import_cycle():
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+    assert cycle_in(import_graph()) is None
+
+
+# ---------------------------------------------------------------------------------------------
+# README
+
+READ = {"train_fixmatch.py": lambda argv: config.read(argv, "fixmatch"),
+        "train_mixmatch.py": lambda argv: config.read(argv, "mixmatch"),
+        "baselines.train": baselines.configure,
+        "scripts.full_unroll": full_unroll.configure}
 
 
 def readme_commands():
     blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     return [line.split("#")[0].strip() for block in blocks for line in block.splitlines()
-            if any(script in line for script in SCRIPTS)]
+            if any(script in line for script in READ)]
 
 
 def test_readme_training_commands_are_accepted():
     commands = readme_commands()
-    assert len(commands) >= 5
+    assert commands
     for command in commands:
         words = shlex.split(command.split("&&")[-1])
-        script = next(word for word in words if word in SCRIPTS)
-        SCRIPTS[script].config(words[words.index(script) + 1:])
+        script = next(word for word in words if word in READ)
+        READ[script](words[words.index(script) + 1:])
 
 
 def test_readme_names_no_flag_that_does_not_exist():
     text = (ROOT / "README.md").read_text()
-    code = "".join(path.read_text() for path in
-                   [*ROOT.glob("*.py"), *ROOT.glob("baselines/*.py"), *ROOT.glob("scripts/*.py")])
-    known = {f"--{name}" for name in re.findall(r'"--([a-z][a-z_0-9]*)"', code)}
+    strings = [node.value for tree in modules().values() for node in ast.walk(tree)
+               if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    known = {value for value in strings if re.fullmatch("--[a-z][a-z_0-9]*", value)}
     known |= {f"--no-{name[2:]}" for name in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_0-9]*", text)) <= known

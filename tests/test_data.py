@@ -1,11 +1,13 @@
-"""Class counts of the paper's tables, what a split holds, streams as pure functions of the step."""
+"""Class counts of the paper's settings, splits, streams of batches, .npz files."""
 from types import SimpleNamespace
 
+import conftest
 import numpy as np
 import pytest
 import torch
 
 import data
+from support import UserError
 
 LONG = {  # (n_max, gamma): counts of the paper's settings for ten classes
     (1500, 50): "1500 971 628 407 263 170 110 71 46 30",
@@ -88,7 +90,7 @@ def flags(**changes):
 
 @pytest.fixture(scope="module")
 def dataset():
-    return data.load("synthetic")
+    return data.load("synthetic", image_size=8)
 
 
 def counts(dataset, index):
@@ -106,7 +108,7 @@ def test_union_split(dataset):
     labeled, unlabeled = data.split(dataset, flags(pool="union", reverse_u=True))
     assert set(labeled) < set(unlabeled)
     assert counts(dataset, unlabeled) == [n + m for n, m in zip(
-        data.class_counts(30, 10, 10), data.class_counts(60, 10, 5, reverse=True))]
+        data.class_counts(30, 10, 10), data.class_counts(60, 10, 5, reverse=True), strict=True)]
     assert len(set(unlabeled)) == len(unlabeled)
 
 
@@ -121,7 +123,7 @@ def test_random_split_depends_on_the_seed_and_first_does_not(dataset):
 
 
 def like(sizes, unlabeled=0):
-    """A dataset with `sizes` labeled images of each class; only its labels are real."""
+    """A dataset with `sizes` labeled images of each class, without any images."""
     labels = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.full(unlabeled, -1)])
     names = [f"name {k}" for k in range(len(sizes))]
     return data.Dataset(None, labels, None, None, names, None, None)
@@ -176,7 +178,7 @@ def test_stl10_takes_the_whole_unlabeled_split(gamma, labels):
 
 
 def test_label_ratio_on_cifar10():
-    """N_1 + M_1 are the 5,000 images of the first class; no class is left without a label."""
+    """N_1 + M_1 are the 5,000 images of the first class; every class keeps a labeled image."""
     setting = dict(n1=None, m1=None, gamma_l=100, gamma_u=100)
     labeled, unlabeled, _ = totals(like([5000] * 10), **setting, beta=0.01)
     assert labeled == [50, 30, 18, 11, 6, 4, 2, 1, 1, 1]          # by hand: 29.97, 17.97, ...
@@ -199,9 +201,9 @@ def test_ratio_divides_every_class_alike():
     """SUN397 without its test images: classes of 50 to 2,311 pictures, M_k / N_k = 2."""
     none = dict(n1=None, m1=None, gamma_l=None, gamma_u=None)
     assert totals(like([50, 2311, 51]), **none, ratio=2) == ([16, 770, 17], [34, 1541, 34], 0)
-    with pytest.raises(data.DataError, match="--ratio"):
+    with pytest.raises(UserError, match="--ratio"):
         data.split(like([50, 60]), flags(ratio=2))
-    with pytest.raises(data.DataError, match="class 1 .name 1."):
+    with pytest.raises(UserError, match="class 1 .name 1."):
         data.split(like([50, 2]), flags(**none, ratio=2))
 
 
@@ -210,14 +212,14 @@ def test_take(dataset):
     assert torch.equal(x, dataset.images[[5, 9999, 1000]]) and y.tolist() == [0, 9, 1]
 
 
-def test_impossible_splits_say_why(dataset):
-    with pytest.raises(data.DataError, match="class 0 .disk., which has 1000"):
+def test_impossible_splits_name_the_reason(dataset):
+    with pytest.raises(UserError, match="class 0 .disk., which has 1000"):
         data.split(dataset, flags(n1=950))
-    with pytest.raises(data.DataError, match="0 labeled"):
+    with pytest.raises(UserError, match="0 labeled"):
         data.split(dataset, flags(gamma_l=1000))
-    with pytest.raises(data.DataError, match="--m1"):
+    with pytest.raises(UserError, match="--m1"):
         data.split(dataset, flags(m1=None))
-    with pytest.raises(data.DataError, match="x_unlabeled"):
+    with pytest.raises(UserError, match="x_unlabeled"):
         data.split(dataset, flags(n1=None, m1=None, gamma_l=None, gamma_u=None))
 
 
@@ -225,9 +227,9 @@ def test_impossible_splits_say_why(dataset):
 # streams
 
 
-def test_index_stream_shows_every_image_once_per_pass():
+def test_index_stream_yields_every_image_once_per_epoch():
     stream = data.IndexStream(np.arange(100, 123), 5, seed=3, purpose="x")
-    sequence = np.concatenate([stream.batch(s) for s in range(46)])          # ten passes of 23
+    sequence = np.concatenate([stream.batch(s) for s in range(46)])          # ten epochs of 23
     for epoch in sequence.reshape(10, 23):
         assert sorted(epoch) == list(range(100, 123))
     assert not np.array_equal(sequence[:23], sequence[23:46])
@@ -237,27 +239,56 @@ def test_a_batch_larger_than_the_dataset():
     assert sorted(data.IndexStream(np.arange(3), 9, 0, "x").batch(4)) == [0] * 3 + [1] * 3 + [2] * 3
 
 
-@pytest.mark.parametrize("kind", ["index", "balanced"])
-def test_streams_are_pure_functions_of_the_step(kind):
-    def make():
-        if kind == "index":
-            return data.IndexStream(np.arange(17), 4, seed=1, purpose="x")
-        return data.BalancedStream(np.arange(17), np.arange(17) % 3, 4, seed=1)
-    used = make()
+LABELS = np.arange(40) % 3
+
+
+def index_stream(batch_size, shard=(0, 1)):
+    return data.IndexStream(np.arange(7, 24), batch_size, seed=1, purpose="x", shard=shard)
+
+
+def balanced_stream(batch_size, shard=(0, 1)):
+    return data.BalancedStream(np.arange(7, 24), LABELS, batch_size, seed=1, shard=shard)
+
+
+@pytest.mark.parametrize("make", [index_stream, balanced_stream])
+def test_streams_are_pure_functions_of_the_step(make):
+    used = make(4)
     forward = [used.batch(s) for s in range(20)]
     for step in (19, 3, 11, 0):            # in any order, by a fresh stream or a used one
-        assert np.array_equal(make().batch(step), forward[step])
+        assert np.array_equal(make(4).batch(step), forward[step])
         assert np.array_equal(used.batch(step), forward[step])
 
 
+@pytest.mark.parametrize("make", [index_stream, balanced_stream])
+@pytest.mark.parametrize("size", [2, 3])
+def test_local_batches_of_all_ranks_make_up_the_global_batch(make, size):
+    """In the order of ranks, and the same batch that a single rank draws."""
+    alone, ranks = make(6), [make(6, shard=(rank, size)) for rank in range(size)]
+    for step in range(8):                  # 48 images: the stream passes the end of an epoch
+        local = [rank.batch(step) for rank in ranks]
+        assert all(len(batch) == 6 // size for batch in local)
+        assert np.array_equal(np.concatenate(local), alone.batch(step))
+        assert all(np.array_equal(rank.indices(step), alone.batch(step)) for rank in ranks)
+
+
+def test_ranks_read_their_own_slice_ahead():
+    """A rank announces its slices of this batch and of the next one, not the global batches."""
+    announced, stream = [], index_stream(6, shard=(1, 3))
+    stream.expect = announced.append
+    stream.batch(0)
+    expected = [index_stream(6).batch(step)[2:4] for step in (0, 1)]
+    assert np.array_equal(announced, expected)
+
+
 def test_balanced_stream_is_class_aware():
-    labels = np.repeat(np.arange(5), [50, 20, 7, 3, 1])
-    index = np.arange(1000, 1081)
-    stream = data.BalancedStream(index, labels, 7, seed=0)
+    sizes = [50, 20, 7, 3, 1]
+    labels = np.full(1081, -1)             # of the whole dataset: the members come last
+    labels[1000:] = np.repeat(np.arange(5), sizes)
+    stream = data.BalancedStream(np.arange(1000, 1081), labels, 7, seed=0)
     drawn = np.concatenate([stream.batch(s) for s in range(50)])             # 350 = 70 rounds
-    classes = labels[drawn - 1000]
+    classes = labels[drawn]
     assert all(sorted(r) == [0, 1, 2, 3, 4] for r in classes.reshape(70, 5))
-    for k, n in enumerate([50, 20, 7, 3, 1]):          # within a class, too, in shuffled rounds
+    for k, n in enumerate(sizes):          # within a class, too, in shuffled rounds
         images = drawn[classes == k]
         for start in range(0, 70 - n + 1, n):
             assert len(set(images[start:start + n])) == n
@@ -270,7 +301,7 @@ def test_purposes_and_seeds_give_unrelated_draws():
 
 
 # ---------------------------------------------------------------------------------------------
-# readers
+# .npz files and the synthetic dataset
 
 
 def arrays(n=20, size=12, classes=4):
@@ -294,7 +325,7 @@ def test_npz_round_trip(tmp_path):
     assert labeled.tolist() == list(range(20)) and unlabeled.tolist() == list(range(20, 50))
 
 
-def test_npz_in_the_data_folder_stands_for_cifar10(tmp_path):
+def test_npz_in_the_data_folder_replaces_the_cifar10_archive(tmp_path):
     np.savez(tmp_path / "cifar10.npz", **arrays(size=32, classes=10))
     d = data.load("cifar10", tmp_path, image_size=16)
     assert d.names[3] == "cat" and d.images.shape == (20, 3, 16, 16)
@@ -319,10 +350,10 @@ def test_npz_in_the_data_folder_stands_for_cifar10(tmp_path):
     (dict(y_train=np.zeros(20, int), y_test=np.zeros(20, int)), "at least two classes"),
     (dict(x_train=np.zeros((20, 12, 5, 3), np.uint8)), "at least 8 x 8"),
 ])
-def test_wrong_npz_files_are_named(tmp_path, change, message):
+def test_a_wrong_npz_file_is_named(tmp_path, change, message):
     content = {k: v for k, v in (arrays() | change).items() if v is not None}
     np.savez(tmp_path / "own.npz", **content)
-    with pytest.raises(data.DataError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         data.load(str(tmp_path / "own.npz"))
     assert "own.npz" in str(error.value) and "\n" not in str(error.value)
 
@@ -331,14 +362,14 @@ def test_wrong_npz_files_are_named(tmp_path, change, message):
 def test_unreadable_npz(tmp_path, content):
     if content is not None:
         (tmp_path / "own.npz").write_bytes(content)
-    with pytest.raises(data.DataError, match="own.npz cannot be read"):
+    with pytest.raises(UserError, match="own.npz cannot be read"):
         data.load(str(tmp_path / "own.npz"))
 
 
-def test_an_npy_file_is_no_npz(tmp_path):
+def test_an_npy_file_is_not_an_npz_file(tmp_path):
     np.save(tmp_path / "own.npy", np.zeros(3))
     (tmp_path / "own.npy").rename(tmp_path / "own.npz")
-    with pytest.raises(data.DataError, match="own.npz cannot be read"):
+    with pytest.raises(UserError, match="own.npz cannot be read"):
         data.load(str(tmp_path / "own.npz"))
 
 
@@ -346,13 +377,17 @@ def test_truncated_npz(tmp_path):
     np.savez(tmp_path / "own.npz", **arrays())
     whole = (tmp_path / "own.npz").read_bytes()
     (tmp_path / "own.npz").write_bytes(whole[:len(whole) // 2])
-    with pytest.raises(data.DataError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         data.load(str(tmp_path / "own.npz"))
 
 
-def test_synthetic_is_always_the_same_and_balanced(dataset):
-    again = data.load("synthetic")
-    assert torch.equal(dataset.images, again.images)
-    assert np.bincount(dataset.labels).tolist() == [1000] * 10
-    assert dataset.test_labels.bincount().tolist() == [100] * 10
-    assert data.load("synthetic", image_size=32).images.shape[2:] == (32, 32)
+def test_synthetic_is_always_the_same_and_balanced():
+    first, again = conftest.synthetic(8), conftest.synthetic(8)
+    assert all(np.array_equal(first[key], again[key]) for key in first)
+    assert np.bincount(first["y_train"]).tolist() == [1000] * 10
+    assert np.bincount(first["y_test"]).tolist() == [100] * 10
+    assert first["x_train"].shape == (10_000, 8, 8, 3)
+
+
+def test_synthetic_has_the_size_that_is_asked_for():
+    assert data.load("synthetic", image_size=9).images.shape == (10_000, 3, 9, 9)

@@ -1,33 +1,43 @@
-"""Several processes: the same run as with one, stopped and resumed together, down if one dies."""
+"""Several ranks: the same run as with one, stopped and resumed together, down if one dies."""
 import json
+import multiprocessing
 import os
+import signal
+import socket
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, checkpoint, same, wait_for
+from worker import run, run_all
 
-from test_train_fixmatch import same
-from worker import run
+import train_fixmatch
+from support import config
 
-ROOT = Path(__file__).parent.parent
 TINY = "--image_size 8 --batch_size 8 --threads 1 --device cpu".split()
-SCRIPTS = {"f": "train_fixmatch", "m": "train_mixmatch", "b": "baselines.train"}
+SCRIPTS = {"f": "train_fixmatch", "m": "train_mixmatch", "b": "baselines.train",
+           "u": "scripts.full_unroll"}
 
 
-def torchrun(processes, *words, **kwargs):
+def torchrun(ranks, *words, **kwargs):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-               str(processes), *map(str, words)]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {
+               str(ranks), *map(str, words)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE, env=os.environ | {
         "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}, **kwargs)
 
 
-def together(processes, jobs, folder):
-    """Run the jobs in so many processes; folder / name holds each run."""
+def start(ranks, jobs, folder):
+    """torchrun of tests/worker.py with these jobs."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    worker = torchrun(processes, "tests/worker.py", folder / "jobs.json", text=True,
-                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return torchrun(ranks, "tests/worker.py", folder / "jobs.json", stdout=subprocess.DEVNULL)
+
+
+def together(ranks, jobs, folder):
+    """Run the jobs with so many ranks; folder / name holds each run."""
+    worker = start(ranks, jobs, folder)
     err = worker.communicate(timeout=500)[1]
     assert worker.returncode == 0, err[-3000:]
 
@@ -36,18 +46,14 @@ def job(script, flags, out, **more):
     return dict(script=SCRIPTS[script], argv=[*TINY, *flags.split(), "--out", str(out)], **more)
 
 
-def state(folder):
-    return torch.load(folder / "last.pt", weights_only=True)
-
-
 # ---------------------------------------------------------------------------------------------
-# N processes = one process
+# N ranks = one rank
 
 EXACT = {
     "l2ac": ("f", "--tau 0.2 --n_strong 2"),
     "official": ("f", "--tau 0.2 --n_strong 1 --recipe official --omega_every 2"),
     "joint": ("f", "--method attractor"), "single": ("f", "--method single_level"),
-    "unroll": ("f", "--tau 0.2 --method full_unroll"), "mixmatch": ("m", ""),
+    "unroll": ("u", "--tau 0.2"), "mixmatch": ("m", ""),
     "ldam": ("b", "--base supervised --method ldam"),
     "crt": ("b", "--base supervised --method crt --iters 10 --crt_iters 10"),
     "pseudolabel": ("b", "--base pseudolabel --tau 0.2"), "fixmatch": ("b", "--tau 0.2"),
@@ -58,34 +64,74 @@ EXACT = {
 }
 
 
-def exact_jobs(folder, names=EXACT, iters=20):
+def exact_jobs(folder, names, iters=20):
     return [job(EXACT[n][0], f"--iters {iters} --eval_every {iters // 2} {EXACT[n][1]}", folder / n,
                 exact=True, record=f"{folder / n}.images") for n in names]
 
 
 @pytest.fixture(scope="module")
-def exact_runs(tmp_path_factory):
-    """All of EXACT, with one process (here) and with two."""
-    one, two = (tmp_path_factory.mktemp(n) for n in ("one", "two"))
-    for each in exact_jobs(one):
-        run(each)
-    together(2, exact_jobs(two), two)
-    return one, two
+def one_rank(tmp_path_factory):
+    """A function: name -> the run of this name in EXACT with one rank."""
+    folder = tmp_path_factory.mktemp("one")
+
+    @lru_cache
+    def train(name):
+        run(*exact_jobs(folder, [name]))
+        return folder / name
+    return train
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_two_processes_equal_one(exact_runs, name):
-    """20 steps without BatchNorm, in float64: weights, EMA, omega, Adam's moments, log."""
-    one, two = (state(folder / name) for folder in exact_runs)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The folder of all of EXACT with two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    together(2, exact_jobs(folder, EXACT), folder)
+    return folder
+
+
+def assert_equal_runs(one, two):
+    """Weights, EMA, omega, Adam's moments, what a baseline has learned (its buffers), log."""
+    one, two = checkpoint(one), checkpoint(two)
     assert one["step"] == two["step"] == 20
-    for part in one.keys() & {"model", "ema", "attractor", "optimizer", "omega_optimizer"}:
-        a, b = (torch.cat([t.double().flatten() for t in tensors(s[part])]) for s in (one, two))
+    for part in one.keys() & {"model", "ema", "attractor", "optimizer", "omega_optimizer",
+                              "method"}:
+        a, b = (torch.cat([t.double().flatten() for t in tensors(s[part])] or [torch.zeros(0)])
+                for s in (one, two))
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    for a, b in zip(one["history"], two["history"]):
+    for a, b in zip(one["history"], two["history"], strict=True):
         for key in a.keys() - {"it_per_s"}:
             assert a[key] == pytest.approx(b[key], rel=1e-6, abs=1e-6, nan_ok=True), key
     if "attractor" in one:
-        assert one["attractor"]["mlp.2.bias"].abs().min() > 0        # omega moved: it starts at 0
+        assert one["attractor"]["out.bias"].abs().min() > 0          # omega moved: it starts at 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_two_ranks_equal_one(one_rank, two_ranks, name):
+    """20 steps without BatchNorm, in float64."""
+    assert_equal_runs(one_rank(name), two_ranks / name)
+
+
+def run_as_rank(rank, port, jobs):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                   "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    config.exit_cleanly(lambda: run_all(jobs))
+
+
+def test_two_ranks_equal_one_for_l2ac(one_rank, tmp_path):
+    """The same without torchrun: two forks of this process, which has imported everything."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    context, jobs = multiprocessing.get_context("fork"), exact_jobs(tmp_path, ["l2ac"])
+    ranks = [context.Process(target=run_as_rank, args=(rank, port, jobs)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    one = one_rank("l2ac")
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert_equal_runs(one, tmp_path / "l2ac")
+    assert seen(one, 1) == seen(tmp_path / "l2ac", 2)
 
 
 def tensors(x):
@@ -97,7 +143,33 @@ def tensors(x):
 
 
 # ---------------------------------------------------------------------------------------------
-# stopped and resumed; what every process sees
+# what all ranks see together
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
+    together(4, exact_jobs(folder, ["l2ac", "mixmatch"], 2), folder)
+    return folder
+
+
+def seen(run, ranks):
+    """The images of each pass through the network, in whatever order they stood in it."""
+    passes = zip(*(torch.load(f"{run}.images.{rank}") for rank in range(ranks)), strict=True)
+    return [sorted(image.numpy().tobytes() for part in parts for image in part)
+            for parts in passes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["l2ac", "mixmatch"])
+def test_ranks_see_together_what_one_sees(one_rank, two_ranks, four_ranks, name):
+    """Split, batches and views: every image that enters the network, pixel by pixel."""
+    one, two = seen(one_rank(name), 1), seen(two_ranks / name, 2)
+    assert len(one) >= 60 and one == two and one[:6] == seen(four_ranks / name, 4)[:6]
+
+
+# ---------------------------------------------------------------------------------------------
+# stopped and resumed
 
 
 RESUMED = {"f": "--tau 0.2", "m": "",
@@ -106,8 +178,8 @@ RESUMED = {"f": "--tau 0.2", "m": "",
 
 @pytest.fixture(scope="module")
 def plain_runs(tmp_path_factory):
-    """With BatchNorm, two processes: whole runs, and the same stopped after 10 iterations by a
-    signal that one process alone has got, then resumed."""
+    """With BatchNorm, two ranks: whole runs, and the same stopped after 10 iterations by a signal
+    that one rank alone has got, then resumed."""
     folder, jobs = tmp_path_factory.mktemp("plain"), []
     for script, flags in RESUMED.items():
         flags = f"--iters 20 --eval_every 8 {flags}"
@@ -118,28 +190,47 @@ def plain_runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", RESUMED)
 def test_ten_and_resume_and_ten_equals_twenty(plain_runs, script):
-    whole, parts = (state(plain_runs / f"{script}_{name}") for name in ("whole", "parts"))
+    """Bit for bit, also the sums that each rank keeps for the log."""
+    whole, parts = (checkpoint(plain_runs / f"{script}_{name}") for name in ("whole", "parts"))
     assert whole["step"] == 20 and same(whole, parts)
+    assert len(whole["averages"]["sums"]) == 2
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("four")
-    together(4, exact_jobs(folder, ["l2ac", "mixmatch"], 2), folder)
-    return folder
+# ---------------------------------------------------------------------------------------------
+# one rank in trouble
 
 
-@pytest.mark.parametrize("name", ["l2ac", "mixmatch"])
-def test_processes_see_together_what_one_sees(exact_runs, four, name):
-    """Split, batches and views: every image that enters the network, pixel by pixel."""
-    one, two = (seen(folder / name, n) for n, folder in zip((1, 2), exact_runs))
-    assert len(one) >= 60 and one == two and one[:6] == seen(four / name, 4)[:6]
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all(tmp_path):
+    """Rank 1 alone sees it, rank 0 reports it, nobody waits for a rank that has left."""
+    worker = start(2, [job("f", "--iters 9 --eval_every 3", tmp_path / "run", nan=4)], tmp_path)
+    err = worker.communicate(timeout=120)[1]
+    assert worker.returncode != 0
+    sentences = [line for line in err.splitlines() if line.startswith("worker.py: ")]
+    assert len(sentences) == 1 and "not finite" in sentences[0], err
+    assert "another process of this run is dead" not in err
+    assert checkpoint(tmp_path / "run")["step"] == 3
 
 
-def seen(run, processes):
-    """The images of each pass through the network, in whatever order they stood in it."""
-    passes = zip(*(torch.load(f"{run}.images.{rank}") for rank in range(processes)))
-    return [sorted(image.numpy().tobytes() for part in parts for image in part)
-            for parts in passes]
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_one_of_two_ranks_gets_a_signal(tmp_path, number):
+    """SIGKILL: the other one notices, says so and ends, within a minute. SIGTERM: both save."""
+    flags = [*TINY, "--tau", "0.2", "--eval_every", "3", "--out", str(tmp_path)]
+    ranks = torchrun(2, "train_fixmatch.py", *flags, "--iters", 100_000, stdout=subprocess.PIPE)
+    wait_for(tmp_path / "log.csv", ranks)
+    children = Path(f"/proc/{ranks.pid}/task/{ranks.pid}/children").read_text().split()
+    os.kill(int(children[1]), number)
+    out, err = ranks.communicate(timeout=60)
+    assert ranks.returncode != 0
+    if number == signal.SIGKILL:
+        assert "another process of this run is dead" in err and "--resume" in err
+    else:
+        assert "the same command with --resume goes on" in out
+    step = checkpoint(tmp_path)["step"]
+    # one rank may go on where two began
+    train_fixmatch.main([*flags, "--iters", str(step + 3), "--resume"])
+    assert checkpoint(tmp_path)["step"] == step + 3

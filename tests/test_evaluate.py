@@ -1,33 +1,37 @@
-"""Metrics against scikit-learn and hand-made numbers; tables of finished runs."""
+"""Metrics against scikit-learn and numbers by hand; tables of finished runs."""
 import csv
 import json
 import math
+import resource
 import shutil
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sklearn.metrics
 import torch
+from conftest import exit_of, files, train
+from torch.nn.functional import one_hot
 
+import data
 import evaluate
-import train_fixmatch
 
 
-class Lookup(torch.nn.Module):
-    """Predicts what is written in the first pixel."""
-
-    def forward(self, x):
-        return torch.nn.functional.one_hot(x[:, 0, 0, 0].long(), 5).float()
+def first_pixel(x):
+    """A stand-in for a network: the class is written in the first pixel."""
+    return one_hot(x[:, 0, 0, 0].long(), 5).float()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_against_scikit_learn(seed):
+    """1234 images in batches of 250, the last one smaller."""
     g = np.random.default_rng(seed)
     y, predicted = g.integers(0, 5, 1234), g.integers(0, 5, 1234)
     predicted = np.where(g.random(1234) < 0.6, y, predicted)
     images = torch.from_numpy(predicted).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
-    matrix = evaluate.confusion_matrix(Lookup(), images, torch.from_numpy(y), 5, lambda x: x, 100)
+    scores = evaluate.scores(first_pixel, images, normalise=lambda x: x)
+    matrix = evaluate.confusion_matrix(torch.from_numpy(y), scores.argmax(1), 5)
     assert np.array_equal(matrix.numpy(), sklearn.metrics.confusion_matrix(y, predicted))
     m = evaluate.metrics(matrix)
     recall = sklearn.metrics.recall_score(y, predicted, average=None)
@@ -36,11 +40,28 @@ def test_against_scikit_learn(seed):
     assert m["acc"] == pytest.approx(100 * sklearn.metrics.accuracy_score(y, predicted))
     assert m["gm"] == pytest.approx(100 * math.prod(recall) ** (1 / 5))
 
+    dataset = SimpleNamespace(test_images=images, test_labels=torch.from_numpy(y), num_classes=5)
+    columns = evaluate.on_test_set(first_pixel, dataset, lambda x: x)        # of log.csv
+    assert columns == {key: m[key] for key in ("bacc", "gm", "acc")} | {
+        f"recall_{k}": value for k, value in enumerate(m["recall"])}
+
+
+def test_bias_columns_against_a_loop():
+    """What an attractor adds to the logit of the true class, less its mean over all logits."""
+    g = torch.Generator().manual_seed(0)
+    W, y = torch.randn(5, 5, generator=g), torch.randint(5, (99,), generator=g)
+    images = torch.randint(5, (99, 1, 1, 1), generator=g).expand(-1, 3, 2, 2)
+    dataset = SimpleNamespace(test_images=images, test_labels=y, num_classes=5)
+    columns = evaluate.on_test_set(first_pixel, dataset, lambda x: x, lambda logits: logits @ W.T)
+    for k in range(5):
+        added = [W[k, x] - W[:, x].mean() for x in images[y == k, 0, 0, 0]]  # the logits are 0, 1
+        assert columns[f"bias_{k}"] == pytest.approx(float(np.mean(added)), abs=1e-6)
+
 
 def confusion_with_recalls(recalls, n=1000):
-    """A diagonal of recalls, the misses one class further."""
+    """(K, K) counts with these recalls; misses are predicted as the next class."""
     matrix = torch.diag(torch.tensor([r * n for r in recalls])).round()
-    for k, r in enumerate(recalls):
+    for k in range(len(recalls)):
         matrix[k, (k + 1) % len(recalls)] = n - matrix[k, k]
     return matrix
 
@@ -86,7 +107,8 @@ def test_pseudo_labels_against_a_count_by_hand():
     logits[:, 3] = -9                                 # nobody is called 3
     told = evaluate.pseudo_labels(torch.from_numpy(logits), torch.from_numpy(y), tau)
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    rows = [(int(q.argmax()), int(t), q.max() >= tau) for q, t in zip(p, y)]
+    rows = [(int(q.argmax()), int(t), q.max() >= tau) for q, t in zip(p, y, strict=True)]
+
     def share(hits, among):
         return 100 * sum(hits) / len(among) if among else math.nan
     for k in range(4):
@@ -105,29 +127,31 @@ def test_pseudo_labels_against_a_count_by_hand():
     assert told["acc"] == pytest.approx(share([r[0] == r[1] for r in rows], rows))
 
 
-TINY = ("--image_size 8 --batch_size 6 --eval_every 2 --iters 4 --threads 1 --device cpu --n1 40 "
-        "--m1 60 --gamma_l 20 --tau 0.2").split()
+# ---------------------------------------------------------------------------------------------
+# finished runs
+
+SETTING = "--n1 40 --m1 20 --gamma_l 20 --tau 0.2 --eval_every 2 --iters 4 --method "
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
+    """Two seeds of FixMatch, one of L2AC."""
     out = tmp_path_factory.mktemp("runs")
-    for method, seed in (("none", 0), ("none", 1), ("none", 2), ("l2ac", 0)):
-        train_fixmatch.main([*TINY, "--method", method, "--seed", str(seed), "--out",
-                             str(out / f"{method}_s{seed}")])
+    for name in ("none_s0", "none_s1", "l2ac_s0"):
+        train(out / name, f"{SETTING}{name[:-3]} --seed {name[-1]}")
     return out
 
 
 def folders(runs):
-    return [str(runs / name) for name in ("none_s0", "l2ac_s0", "none_s1", "none_s2")]
+    return [str(runs / name) for name in ("none_s0", "l2ac_s0", "none_s1")]
 
 
-def test_seeds_are_folded_into_mean_and_deviation(runs, capsys):
+def test_seeds_become_mean_and_deviation(runs, capsys):
     evaluate.main([*folders(runs), "--json"])
     told = json.loads(capsys.readouterr().out)
-    assert list(told) == [str(runs / "none_s0,1,2"), str(runs / "l2ac_s0")]
+    assert list(told) == [str(runs / "none_s0,1"), str(runs / "l2ac_s0")]
     none, l2ac = told.values()
-    single = [json.loads((runs / f"none_s{s}/result.json").read_text()) for s in range(3)]
+    single = [json.loads((runs / f"none_s{s}/result.json").read_text()) for s in range(2)]
     for key in ("bacc", "gm"):
         values = [r[key] for r in single]
         assert none["mean_of_last_20"][key] == pytest.approx(statistics.mean(values))
@@ -136,40 +160,66 @@ def test_seeds_are_folded_into_mean_and_deviation(runs, capsys):
     assert none["mean_of_last_20"]["recall"] == pytest.approx(recall.mean(0))
     assert none["mean_of_last_20"]["tail"] == pytest.approx(recall[:, 7:].mean())
     assert none["mean_of_last_20"]["middle"] == pytest.approx(recall[:, 3:7].mean())
-    assert "std" not in l2ac and len(none["runs"]) == 3
+    assert "std" not in l2ac and len(none["runs"]) == 2
+
+
+def by_class(measure):
+    return [f"{measure} {name}" for name in data.SHAPES]
 
 
 def test_table_markdown_csv_and_json_agree(runs, capsys, tmp_path):
     arguments = [*folders(runs), "--pseudo"]
     evaluate.main([*arguments, "--json"])
-    none = json.loads(capsys.readouterr().out)[str(runs / "none_s0,1,2")]
+    none = json.loads(capsys.readouterr().out)[str(runs / "none_s0,1")]
     evaluate.main([*arguments, "--markdown", "--csv", str(tmp_path / "table.csv")])
     lines = [[c.strip() for c in line.strip("|").split("|")]
              for line in capsys.readouterr().out.splitlines()]
     evaluate.main(arguments)
     text = capsys.readouterr().out
     rows = list(csv.reader(open(tmp_path / "table.csv")))
-    assert rows[0] == ["section", "measure", "none_s0,1,2", "none_s0,1,2 std", "l2ac_s0"]
-    assert lines[0] == ["", "none_s0,1,2", "l2ac_s0"]
+    assert rows[0] == ["section", "measure", "none_s0,1", "none_s0,1 std", "l2ac_s0"]
+    assert lines[0] == ["", "none_s0,1", "l2ac_s0"]
     body = [line for line in lines[2:] if line[1]]    # without the headings
-    assert len(body) == len(rows) - 1 == 2 * (6 + 10) + 3 + 4 * 10
-    for line, row in zip(body, rows[1:]):
+    for line, row in zip(body, rows[1:], strict=True):
         assert line[0] == row[1] and line[1] in text
         if row[2] != "nan":
             assert line[1] == f"{float(row[2]):.2f} ± {float(row[3]):.2f}"
     value = {(row[0], row[1]): float(row[2]) for row in rows[1:]}
-    section = "mean of the last 20 evaluations"
+    section, pseudo = "mean of the last 20 evaluations", "pseudo-labels, last checkpoint"
+    single = ["bACC", "GM", "accuracy", *(f"recall of the {x}" for x in ("head", "middle", "tail"))]
+    measures = {
+        section: [*single, *by_class("recall")], "last checkpoint": [*single, *by_class("recall")],
+        pseudo: ["accuracy", "kept by tau", "accuracy of the kept", *by_class("recall"),
+                 *by_class("precision"), *by_class("kept of"), *by_class("precision, kept")]}
+    assert list(value) == [(where, what) for where in measures for what in measures[where]]
     assert value[section, "bACC"] == pytest.approx(none["mean_of_last_20"]["bacc"], rel=1e-5)
     assert value[section, "recall ring"] == pytest.approx(none["mean_of_last_20"]["recall"][9])
-    assert value["pseudo-labels, last checkpoint", "kept of disk"] == pytest.approx(
-        none["pseudo"]["kept_of"][0], rel=1e-5)
+    assert value[pseudo, "kept of disk"] == pytest.approx(none["pseudo"]["kept_of"][0], rel=1e-5)
 
 
-def test_the_same_seed_twice_or_another_setting_is_not_folded(runs, tmp_path, capsys):
+def test_the_same_seed_twice_or_another_setting_stands_alone(runs, tmp_path, capsys):
     shutil.copytree(runs / "none_s0", tmp_path / "copy")
-    train_fixmatch.main([*TINY, "--method", "none", "--seed", "1", "--gamma_u", "3", "--out",
-                         str(tmp_path / "other")])
+    train(tmp_path / "other", f"{SETTING}none --seed 1 --gamma_u 3")
     capsys.readouterr()
     evaluate.main([str(runs / "none_s0"), str(tmp_path / "copy"), str(tmp_path / "other"),
                    "--json"])
     assert [len(told["runs"]) for told in json.loads(capsys.readouterr().out).values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("flags", ["--csv", "--predict {here}/new.npz --csv"])
+def test_a_csv_file_survives_a_failed_write(runs, tmp_path, capsys, flags):
+    """The new file does not fit on the disk: after a few bytes, writing fails."""
+    np.savez(tmp_path / "new.npz", x=np.zeros((30, 8, 8, 3), np.uint8))
+    table = tmp_path / "table.csv"
+    argv = [str(runs / "none_s0"), *flags.format(here=tmp_path).split(), str(table)]
+    evaluate.main(argv)
+    before = files(tmp_path)
+    assert len(before["table.csv"]) > 300
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        code, err = exit_of(evaluate.main, argv, capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2 and "table.csv" in err and err.count("\n") == 1
+    assert files(tmp_path) == before

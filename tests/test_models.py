@@ -1,12 +1,13 @@
-"""The networks: sizes, shapes, BatchNorm handling, the released code's wiring."""
-from argparse import ArgumentTypeError
+"""The networks: sizes, shapes, BatchNorm handling, the released code's wiring; EMA and decay."""
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import models
+from support import UserError
 
 
 def test_wrn_28_2_has_its_published_size():
@@ -54,8 +55,8 @@ def test_resnet34_and_its_running_statistics():
 @pytest.mark.parametrize("name", ["wrn-28", "wrn-27-2", "wrn-4-2", "wrn-28-0", "resnet", "",
                                   "wrn-28-2x", "wrn-28-101"])
 def test_names_that_are_no_network(name):
-    with pytest.raises(ArgumentTypeError):
-        models.network(name)
+    with pytest.raises(UserError, match=f"--model {name} "):
+        models.build(name, 10)
 
 
 @pytest.mark.parametrize("momentum", [0.001, 0.1])
@@ -71,9 +72,10 @@ def test_frozen_bn_stats_uses_the_batch_and_leaves_the_buffers():
     before = [b.clone() for b in model.buffers()]
     with torch.no_grad(), models.frozen_bn_stats(model):
         frozen = model(x)
-    assert len(before) == 14 and all(torch.equal(a, b) for a, b in zip(before, model.buffers()))
+    assert len(before) == 14
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
     torch.testing.assert_close(frozen, model(x))               # train mode, now with an update
-    assert not any(torch.equal(a, b) for a, b in zip(before, model.buffers()))
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
 
 
 def plain_unit(u, x, quirk):
@@ -119,5 +121,62 @@ def test_sync_batchnorm_is_batchnorm():
         torch.testing.assert_close(shared(x), plain(x))
     assert all(b.eq(0).all() for b in models.running_statistics(shared)[::2])  # untouched
     shared(x)
-    for a, b in zip(models.running_statistics(shared), models.running_statistics(plain)):
+    for a, b in zip(models.running_statistics(shared), models.running_statistics(plain),
+                    strict=True):
         torch.testing.assert_close(a, b)
+
+
+# ---------------------------------------------------------------------------------------------
+# EMA, weight decay, prepare
+
+
+def test_ema_has_its_closed_form_and_covers_bn_statistics():
+    model, decay = models.build("wrn-10-1", 3, 0.1), 0.9
+    ema = models.EMA(model, decay)
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in range(4):
+        model(torch.randn(4, 3, 8, 8))                       # moves the running statistics
+        with torch.no_grad():
+            for p in model.parameters():
+                p += torch.randn_like(p)
+        ema.update()
+        for key, value in model.state_dict().items():
+            expected[key] = decay * expected[key] + (1 - decay) * value
+    for key, value in ema.model.state_dict().items():
+        torch.testing.assert_close(value, expected[key])
+    assert any("running_var" in key for key in expected)
+    assert not ema.model.training and not any(p.requires_grad for p in ema.model.parameters())
+
+
+@pytest.mark.parametrize("decay_bn", [False, True])
+def test_weight_decay(decay_bn):
+    model = models.build("wrn-10-1", 3, 0.1)
+    model(torch.randn(4, 3, 8, 8))
+    before = deepcopy(model.state_dict())
+    models.decay_weights(model, SimpleNamespace(lr=0.1, weight_decay=2, decay_bn=decay_bn))
+    for key, value in model.state_dict().items():
+        kept = 1 if "running" in key and not decay_bn else 0.8
+        torch.testing.assert_close(value, kept * before[key])
+
+
+def test_prepare():
+    """The seed decides on the weights, other heads are averaged too, features are the network's."""
+    cfg = SimpleNamespace(seed=3, model="wrn-10-1", bn_momentum=0.25, wrn_quirk=True, ema=0.5,
+                          dtype="float32", compile=False)
+
+    def heads(model):
+        model.second = torch.nn.Linear(64, 2)
+    model, ema, features = models.build_with_ema(cfg, 5, torch.device("cpu"), heads)
+    torch.manual_seed(3)
+    expected = models.build("wrn-10-1", 5, 0.25, quirk=True)
+    heads(expected)
+    for network in (model, ema.model):
+        assert network.state_dict().keys() == expected.state_dict().keys()
+        assert all(torch.equal(v, expected.state_dict()[k])
+                   for k, v in network.state_dict().items())
+    x = torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(features(x), expected.features(x))
+    torch.testing.assert_close(model.bn.running_mean, expected.bn.running_mean)
+    torch.nn.init.zeros_(model.second.weight)
+    ema.update()
+    torch.testing.assert_close(ema.model.second.weight, expected.second.weight / 2)

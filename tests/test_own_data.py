@@ -5,25 +5,21 @@ import json
 import numpy as np
 import pytest
 import torch
+from archives import write_folder, write_stl10, write_sun397
+from conftest import TINY, exit_of, same, train
 
 import data
 import evaluate
-import finished
-import readers
-import settings
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
-from test_cli import run
-from test_readers import offline, stl10, sun397, write_folder       # noqa: F401, fixtures
-from test_train_fixmatch import same
+from support import UserError, config, readers
 
-TINY = "--model wrn-10-1 --batch_size 6 --eval_every 3 --iters 6 --threads 1 --device cpu"
+slow = pytest.mark.slow
 
 
-def train(main, dataset, out, flags=""):
-    status = main([*TINY.split(), *flags.split(), "--dataset", str(dataset), "--out", str(out)])
-    return status or torch.load(out / "last.pt", weights_only=True)
+def flags(dataset, more=""):
+    return f"--model wrn-10-1 --dataset {dataset} {more}"
 
 
 def read_csv(path):
@@ -33,48 +29,50 @@ def read_csv(path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """About 300 pictures of mixed sizes, modes and formats."""
-    return write_folder(tmp_path_factory.mktemp("own") / "farm", each=60, unlabeled=30, test=10)
+    """About 130 pictures of mixed sizes, modes and formats."""
+    return write_folder(tmp_path_factory.mktemp("own") / "farm", each=20, unlabeled=15, test=8)
 
 
-@pytest.mark.parametrize("main,flags", [
-    (train_fixmatch.main, "--tau 0.2"), (train_mixmatch.main, ""),
-    (train_fixmatch.main, "--tau 0.2 --batch_size_u 9 --omega_every 2"),
-    (baselines.main, "--base supervised --method resampling"),
-    (baselines.main, "--base fixmatch --method none --tau 0.2 --batch_size_u 4")])
-def test_files_train_as_memory_does(folder, tmp_path, monkeypatch, main, flags):
-    """Bit for bit, and 3 + resume + 3 = 6 on files too."""
-    flags += " --image_size 8"
-    memory = train(main, folder, tmp_path / "memory", flags)
+@pytest.mark.parametrize("main,more", [
+    (train_fixmatch.main, "--tau 0.2 --omega_every 2 --batch_size_u 9"),
+    pytest.param(train_fixmatch.main, "--tau 0.2", marks=slow),
+    pytest.param(train_mixmatch.main, "", marks=slow),
+    pytest.param(baselines.main, "--base supervised --method resampling", marks=slow),
+    pytest.param(baselines.main, "--base fixmatch --method none --tau 0.2 --batch_size_u 4",
+                 marks=slow)])
+def test_files_train_as_memory_does(folder, tmp_path, monkeypatch, main, more):
+    """Bit for bit, and three iterations + resume + three equal six on files too."""
+    memory = train(tmp_path / "memory", flags(folder, more), main)
     monkeypatch.setattr(readers, "MEMORY", 0)
     assert not torch.is_tensor(data.load(str(folder), image_size=8).images)
-    files = train(main, folder, tmp_path / "files", flags)
+    files = train(tmp_path / "files", flags(folder, more), main)
     assert same(memory, files)
     if main is train_fixmatch.main:
-        train(main, folder, tmp_path / "parts", flags + " --iters 3")
-        assert same(train(main, folder, tmp_path / "parts", flags + " --resume"), files)
+        train(tmp_path / "parts", flags(folder, f"{more} --iters 3"))
+        assert same(train(tmp_path / "parts", flags(folder, f"{more} --resume")), files)
 
 
+@slow
 def test_an_unseen_folder_trains_evaluates_and_predicts(folder, tmp_path, capsys):
-    train(train_fixmatch.main, folder, tmp_path / "run", "--iters 30 --eval_every 10 --lr 0.01")
+    train(tmp_path / "run", flags(folder, "--iters 30 --eval_every 10 --lr 0.01 --image_size 32"))
     text = capsys.readouterr().out
-    assert "labeled: 180 images: ape 60, bee 60, cow 60\n" in text
-    assert "unlabeled: 90 images: unknown 90\n" in text
+    assert "labeled: 60 images: ape 20, bee 20, cow 20\n" in text
+    assert "unlabeled: 45 images: unknown 45\n" in text
     evaluate.main([str(tmp_path / "run")])
     assert "recall bee" in capsys.readouterr().out
     evaluate.main([str(tmp_path / "run"), "--predict", str(folder / "test"),
                    "--csv", str(tmp_path / "out.csv")])
     rows = read_csv(tmp_path / "out.csv")
-    assert len(rows) == 30 and {r["label"] for r in rows} <= {"ape", "bee", "cow"}
+    assert len(rows) == 24 and {r["label"] for r in rows} <= {"ape", "bee", "cow"}
     assert all(1 / 3 <= float(r["probability"]) <= 1 for r in rows)
     right = np.mean([f"/{r['label']}/" in r["file"] for r in rows])
     log = read_csv(tmp_path / "run/log.csv")
     assert 100 * right == pytest.approx(float(log[-1]["acc"]), abs=0.01)
 
 
-def test_prediction_needs_the_run_alone(folder, tmp_path, capsys, monkeypatch):
+def test_prediction_needs_the_run_folder_alone(folder, tmp_path, capsys):
     elsewhere = write_folder(tmp_path / "gone", each=4, unlabeled=4, test=2)
-    train(train_fixmatch.main, elsewhere, tmp_path / "run", "--image_size 8")
+    train(tmp_path / "run", flags(elsewhere, "--iters 2 --eval_every 2"))
     elsewhere.rename(tmp_path / "moved")
     one = sorted((folder / "test/bee").iterdir())[0]
     capsys.readouterr()
@@ -82,18 +80,19 @@ def test_prediction_needs_the_run_alone(folder, tmp_path, capsys, monkeypatch):
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [r["file"] for r in rows] == [str(one)]
 
-    run = finished.load_run(tmp_path / "run")                        # the same by hand
-    cfg, predict = run.cfg, run.predict
+    run = evaluate.load_run(tmp_path / "run")                        # the same by hand
+    info = run.cfg.dataset_info
     x = torch.from_numpy(readers.decode(one, (8, 8)))[None] / 255
-    mean, std = (torch.tensor(cfg.facts[key]).view(3, 1, 1) for key in ("mean", "std"))
+    mean, std = (torch.tensor(info[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
-        p = predict((x - mean) / std).softmax(1)[0]
-    assert rows[0]["label"] == cfg.facts["names"][p.argmax()]
+        p = run.model((x - mean) / std).softmax(1)[0]
+    assert rows[0]["label"] == info["names"][p.argmax()]
     assert float(rows[0]["probability"]) == pytest.approx(p.max().item(), abs=1e-3)
 
 
+@slow
 @pytest.mark.parametrize("grey", [False, True])
-def test_npz_of_five_classes_at_20_pixels(tmp_path, grey, capsys):
+def test_npz_of_five_classes_at_20_pixels(tmp_path, grey):
     g = np.random.default_rng(0)
     y, y_test, shape = np.arange(60) % 5, np.arange(20) % 5, (20, 20) if grey else (20, 20, 3)
 
@@ -102,8 +101,8 @@ def test_npz_of_five_classes_at_20_pixels(tmp_path, grey, capsys):
         return (shade + g.integers(0, 40, (len(labels), *shape))).astype(np.uint8)
     np.savez(tmp_path / "own.npz", x_train=images(y), y_train=y, x_test=images(y_test),
              y_test=y_test, names=np.array(["a", "b", "c", "d", "e"]))
-    split = "--n1 6 --gamma_l 3 --m1 6 --gamma_u 1"
-    train(train_fixmatch.main, tmp_path / "own.npz", tmp_path / "run", split)
+    split = "--n1 6 --gamma_l 3 --m1 6 --gamma_u 1 --image_size 20"
+    train(tmp_path / "run", flags(tmp_path / "own.npz", split))
     evaluate.main([str(tmp_path / "run")])
     x = images(np.arange(7) % 5)
     np.savez(tmp_path / "new.npz", x=x)
@@ -115,7 +114,7 @@ def test_npz_of_five_classes_at_20_pixels(tmp_path, grey, capsys):
     assert data.load(str(tmp_path / "own.npz")).images.shape == (60, 3, 20, 20)
 
 
-def test_grey_arrays_are_their_colour_twins(tmp_path):
+def test_grey_arrays_become_three_equal_channels(tmp_path):
     x, y = np.random.default_rng(0).integers(0, 256, (12, 9, 9), dtype=np.uint8), np.arange(12) % 3
     for name, form in (("a", x), ("b", x[..., None]), ("c", np.stack([x] * 3, 3))):
         np.savez(tmp_path / f"{name}.npz", x_train=form, y_train=y, x_test=form, y_test=y)
@@ -123,43 +122,53 @@ def test_grey_arrays_are_their_colour_twins(tmp_path):
     assert torch.equal(a, c) and torch.equal(b, c)
 
 
+@slow
 def test_a_folder_without_unlabeled_pictures(tmp_path, capsys):
     root = write_folder(tmp_path / "own", each=12, unlabeled=1, test=2)
     for path in (root / "unlabeled").iterdir():
         path.unlink()
     (root / "unlabeled").rmdir()
 
-    def call(flags):
-        argv = [*TINY.split(), "--image_size", "8", "--dataset", str(root), *flags.split(), "--out",
+    def call(more):
+        argv = [*TINY.split(), *flags(root, more).split(), "--iters", "2", "--out",
                 str(tmp_path / "run")]
-        return run(train_fixmatch.main, argv, capsys)
+        return exit_of(train_fixmatch.main, argv, capsys)
     code, err = call("")
     assert code == 2 and "--n1" in err and "--ratio" in err and err.count("\n") == 1
     assert call("--n1 6 --gamma_l 3 --m1 6 --gamma_u 1")[0] is None
     assert call("--ratio 2 --overwrite")[0] is None
 
 
-def test_a_picture_that_breaks_during_training_is_one_sentence(tmp_path, capsys, monkeypatch):
+@slow
+def test_a_picture_that_breaks_during_training_is_named(tmp_path, capsys, monkeypatch):
     root = write_folder(tmp_path / "own", each=12, unlabeled=4, test=2)
     monkeypatch.setattr(readers, "MEMORY", 0)
-    monkeypatch.setattr(data, "facts", lambda *args: (["ape", "bee", "cow"], (.5,) * 3, (.3,) * 3))
+    monkeypatch.setattr(data, "names_and_colours",           # which would read it already
+                        lambda *args: (["ape", "bee", "cow"], (.5,) * 3, (.3,) * 3))
     broken = root / "train/cow/cow_1.PNG"
     broken.write_bytes(broken.read_bytes()[:-40])            # the header is intact
-    argv = [*TINY.split(), "--image_size", "8", "--dataset", str(root), "--iters", "50", "--out",
-            str(tmp_path / "run")]
-    code, err = run(train_fixmatch.main, argv, capsys)
+    argv = [*TINY.split(), *flags(root).split(), "--iters", "50", "--out", str(tmp_path / "run")]
+    code, err = exit_of(train_fixmatch.main, argv, capsys)
     assert code == 2 and "cow_1.PNG cannot be read" in err and err.count("\n") == 1
 
 
+@slow
 def test_a_run_is_not_resumed_on_other_classes(tmp_path, capsys):
     root = write_folder(tmp_path / "own", each=4, unlabeled=4, test=2)
-    train(train_fixmatch.main, root, tmp_path / "run", "--image_size 8")
+    train(tmp_path / "run", flags(root, "--iters 3"))
     (root / "train/cow").rename(root / "train/cat")
     (root / "test/cow").rename(root / "test/cat")
-    argv = [*TINY.split(), "--image_size", "8", "--dataset", str(root), "--iters", "9", "--resume",
-            "--out", str(tmp_path / "run")]
-    code, err = run(train_fixmatch.main, argv, capsys)
+    argv = [*TINY.split(), *flags(root).split(), "--iters", "6", "--resume", "--out",
+            str(tmp_path / "run")]
+    code, err = exit_of(train_fixmatch.main, argv, capsys)
     assert code == 2 and "other classes" in err and err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def synthetic_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("run")
+    train(out, "--iters 2 --eval_every 2")
+    return out
 
 
 @pytest.mark.parametrize("make,words", [
@@ -167,13 +176,13 @@ def test_a_run_is_not_resumed_on_other_classes(tmp_path, capsys):
     (lambda p: (p / "empty").mkdir() or p / "empty", "holds no picture"),
     (lambda p: (p / "x.png").write_text("text") and p / "x.png", "x.png cannot be read"),
     (lambda p: np.savez(p / "x.npz", y=np.zeros(3)) or p / "x.npz", "array x"),
-    (lambda p: np.savez(p / "z.npz", x=np.zeros((3, 9, 9, 3))) or p / "z.npz", "must be uint8")])
-def test_what_cannot_be_predicted(tmp_path, capsys, make, words):
+    (lambda p: np.savez(p / "z.npz", x=np.zeros((3, 9, 9, 3))) or p / "z.npz", "must be uint8")],
+    ids=["nothing", "empty folder", "text", "no x", "float"])
+def test_what_cannot_be_predicted(synthetic_run, tmp_path, capsys, make, words):
     (tmp_path / "in").mkdir()
-    train(train_fixmatch.main, "synthetic", tmp_path / "run", "--image_size 8")
-    argv = [str(tmp_path / "run"), "--predict", str(make(tmp_path / "in")), "--csv",
+    argv = [str(synthetic_run), "--predict", str(make(tmp_path / "in")), "--csv",
             str(tmp_path / "out.csv")]
-    code, err = run(evaluate.main, argv, capsys)
+    code, err = exit_of(evaluate.main, argv, capsys)
     assert code == 2 and words in err and err.count("\n") == 1
     assert not (tmp_path / "out.csv").exists()
 
@@ -197,20 +206,18 @@ def test_imbalanced_test_sets(kind):
         assert counts.tolist() == (long if kind == "longtail" else long[::-1])
 
 
-def test_accuracy_on_an_imbalanced_test_set(tmp_path, capsys):
-    train(train_fixmatch.main, "synthetic", tmp_path / "run", "--image_size 8")
-    capsys.readouterr()
-    evaluate.main([str(tmp_path / "run"), "--test", "longtail", "--json"])
-    result = json.loads(capsys.readouterr().out)[str(tmp_path / "run")]
+def test_accuracy_on_an_imbalanced_test_set(synthetic_run, capsys):
+    folder = str(synthetic_run)
+    evaluate.main([folder, "--test", "longtail", "--json"])
+    result = json.loads(capsys.readouterr().out)[folder]
     counts = list(result["counts"].values())
-    assert counts[0] == 100 and counts[-1] == 10 and list(result["counts"])[-1] == "ring"
-    weighted = sum(n * r for n, r in zip(counts, result["recall"])) / sum(counts)
+    assert counts[0] == 20 and counts[-1] == 2 and list(result["counts"])[-1] == "ring"
+    weighted = sum(n * r for n, r in zip(counts, result["recall"], strict=True)) / sum(counts)
     assert result["acc"] == pytest.approx(weighted)
     assert result["bacc"] == pytest.approx(np.mean(result["recall"]))
-    evaluate.main([str(tmp_path / "run"), "--test", "random", "--gamma_t", "5"])
+    evaluate.main([folder, "--test", "random", "--gamma_t", "5"])
     assert "ACC" in capsys.readouterr().out
-    code, err = run(evaluate.main, [str(tmp_path / "run"), "--test", "longtail", "--gamma_t",
-                                    "1000"], capsys)
+    code, err = exit_of(evaluate.main, [folder, "--test", "longtail", "--gamma_t", "1000"], capsys)
     assert code == 2 and "--gamma_t" in err
 
 
@@ -227,48 +234,55 @@ def test_accuracy_on_an_imbalanced_test_set(tmp_path, capsys):
                     model="resnet34", image_size=224, batch_size=128, batch_size_u=256, ema=0.99,
                     tau=0.6, ra_m="random", lr=2e-3, lambda_u=1))])
 def test_the_dataset_alone_chooses_the_papers_settings(name, expected):
-    cfg = train_fixmatch.config(["--dataset", name])
+    cfg = config.read(["--dataset", name], "fixmatch")
     assert {key: getattr(cfg, key) for key in expected} == expected
 
 
-def test_beta_takes_the_place_of_counts(capsys):
-    cfg = train_fixmatch.config("--dataset cifar10 --beta 0.1 --gamma_u 100".split())
+def test_beta_takes_the_place_of_counts():
+    cfg = config.read("--dataset cifar10 --beta 0.1 --gamma_u 100".split(), "fixmatch")
     assert (cfg.n1, cfg.m1, cfg.beta, cfg.gamma_l) == (None, None, 0.1, 100)
     assert cfg.out.endswith("_gl100_gu100_beta0.1_s0")
-    with pytest.raises(settings.UserError, match="--beta"):
-        train_fixmatch.config("--dataset cifar10 --beta 0.1 --n1 30".split())
+    with pytest.raises(UserError, match="--beta"):
+        config.read("--dataset cifar10 --beta 0.1 --n1 30".split(), "fixmatch")
 
 
 def test_counts_take_the_place_of_the_ratio():
-    cfg = train_fixmatch.config("--dataset sun397 --n1 9 --gamma_l 2 --m1 9 --gamma_u 2".split())
+    cfg = config.read("--dataset sun397 --n1 9 --gamma_l 2 --m1 9 --gamma_u 2".split(), "fixmatch")
     assert cfg.ratio is None and cfg.n1 == 9
 
 
+# ---------------------------------------------------------------------------------------------
+# trainings on the other datasets of the paper
+
+
+@slow
 @pytest.mark.parametrize("memory", [0, 2**30])
-def test_sun397_trains(sun397, tmp_path, monkeypatch, memory):      # noqa: F811
+def test_sun397_trains(tmp_path, monkeypatch, memory):
+    write_sun397(tmp_path, monkeypatch)
     monkeypatch.setattr(readers, "MEMORY", memory)
-    state = train(train_fixmatch.main, "sun397", tmp_path / "run", "--image_size 8 --batch_size_u 9"
-                  f" --data_dir {sun397}")
-    assert state["config"]["facts"]["names"] == ["abbey", "beach", "cave/inside"]
+    state = train(tmp_path / "run", flags("sun397", f"--batch_size_u 9 --data_dir {tmp_path}"))
+    assert state["config"]["dataset_info"]["names"] == ["abbey", "beach", "cave/inside"]
     assert state["config"]["ratio"] == 2 and state["step"] == 6
 
 
-def test_stl10_trains(stl10, tmp_path, capsys):                     # noqa: F811
-    train(train_fixmatch.main, "stl10", tmp_path / "run", "--image_size 8 --n1 2 --gamma_l 2 "
-          f"--data_dir {stl10[0]}")
+@slow
+def test_stl10_trains(tmp_path, monkeypatch, capsys):
+    write_stl10(tmp_path, monkeypatch)
+    train(tmp_path / "run", flags("stl10", f"--n1 2 --gamma_l 2 --data_dir {tmp_path}"))
     text = capsys.readouterr().out
     assert "labeled: 11 images: airplane 2, bird 1," in text and "images: unknown 25\n" in text
 
 
+@slow
 def test_resnet34_trains(tmp_path, folder):
-    state = train(train_fixmatch.main, folder, tmp_path / "run",
-                  "--model resnet34 --image_size 16 --iters 1 --eval_every 1")
+    state = train(tmp_path / "run", flags(folder, "--model resnet34 --image_size 16 --iters 1"))
     assert state["model"]["classifier.weight"].shape == (3, 512)
 
 
+@slow
 def test_steps_and_ratios_on_synthetic_data(tmp_path):
-    for i, flags in enumerate(("--imbalance step --gamma_u 100", "--beta 0.1 --gamma_u 100",
-                               "--ra_m random")):
-        train(train_fixmatch.main, "synthetic", tmp_path / f"{i}", "--image_size 8 " + flags)
+    for i, more in enumerate(("--imbalance step --gamma_u 100", "--beta 0.1 --gamma_u 100",
+                              "--ra_m random")):
+        train(tmp_path / f"{i}", more)
     result = json.loads((tmp_path / "1/result.json").read_text())
     assert result["beta"] == 0.1 and result["imbalance"] == "long"

@@ -1,187 +1,84 @@
 """Archives in their real formats, folders of pictures of every kind, decoding ahead of use."""
-import hashlib
-import io
-import pickle
-import tarfile
 import threading
 
+import archives
 import numpy as np
 import pytest
 import torch
+from archives import G, noise, write_folder
 from PIL import Image
-from torchvision import datasets
 
 import data
-import readers
-
-G = np.random.default_rng(0)
-
-
-def noise(*shape):
-    return G.integers(0, 256, shape, dtype=np.uint8)
-
+from support import UserError, readers
 
 # ---------------------------------------------------------------------------------------------
-# the archives, written as they are distributed; only the checksums that torchvision expects are
-# those of the small files
+# archives
 
 
-def write_tar(path, files):
-    """files: {name: bytes}. Returns the checksum of the archive and those of the files."""
-    with tarfile.open(path, "w:gz") as tar:
-        for name, blob in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(blob)
-            tar.addfile(info, io.BytesIO(blob))
-    sums = {name.split("/")[-1]: hashlib.md5(blob).hexdigest() for name, blob in files.items()}
-    return hashlib.md5(path.read_bytes()).hexdigest(), sums
-
-
-def expect_sums(monkeypatch, reader, archive, sums):
-    monkeypatch.setattr(reader, "tgz_md5", archive)
-    for part in ("train_list", "test_list"):
-        listed = [[name, sums[name]] for name, _ in getattr(reader, part)]
-        monkeypatch.setattr(reader, part, listed)
-    if hasattr(reader, "meta"):
-        monkeypatch.setattr(reader, "meta", reader.meta | {"md5": sums[reader.meta["filename"]]})
-
-
-def pickled(x, y, key):
-    """A CIFAR batch: rows of all red, all green, all blue values."""
-    return pickle.dumps({"data": x.transpose(0, 3, 1, 2).reshape(len(x), -1), key: y.tolist()})
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("no network")
-    monkeypatch.setattr("torchvision.datasets.utils._urlretrieve", fail)
-
-
-@pytest.fixture
-def cifar10(tmp_path, monkeypatch, offline):
-    x, y = noise(20, 32, 32, 3), np.arange(20) % 10
-    files = {f"data_batch_{i + 1}": pickled(x[i::5], y[i::5], "labels") for i in range(5)}
-    files |= {"test_batch": pickled(x[:10], y[:10], "labels"),
-              "batches.meta": pickle.dumps({"label_names": data.CIFAR10})}
-    files = {f"cifar-10-batches-py/{name}": blob for name, blob in files.items()}
-    path = tmp_path / "cifar-10-python.tar.gz"
-    expect_sums(monkeypatch, datasets.CIFAR10, *write_tar(path, files))
-    return path, x, y
-
-
-def test_cifar10(cifar10):
-    path, x, y = cifar10
-    d = data.load("cifar10", path.parent)
+def test_cifar10(tmp_path, monkeypatch):
+    path, x, y = archives.write_cifar10(tmp_path, monkeypatch)
+    d = data.load("cifar10", tmp_path)
     order = np.concatenate([np.arange(i, 20, 5) for i in range(5)])
     assert np.array_equal(d.images.permute(0, 2, 3, 1).numpy(), x[order])
     assert d.labels.tolist() == y[order].tolist() and d.names[3] == "cat"
     assert np.array_equal(d.test_images.permute(0, 2, 3, 1).numpy(), x[:10])
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:len(b) // 2], lambda b: b"", lambda b: b + b"x"])
-def test_a_broken_archive_is_one_sentence(cifar10, damage):
-    path, _, _ = cifar10
+@pytest.mark.parametrize("damage", [lambda b: b[:len(b) // 2], lambda b: b"", lambda b: b + b"x"],
+                         ids=["cut", "empty", "longer"])
+def test_a_broken_archive_is_named_in_one_sentence(tmp_path, monkeypatch, damage):
+    path, _, _ = archives.write_cifar10(tmp_path, monkeypatch)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(data.DataError, match="complete cifar-10-python.tar.gz") as error:
-        data.load("cifar10", path.parent)
-    assert "\n" not in str(error.value) and str(path.parent) in str(error.value)
+    with pytest.raises(UserError, match="complete cifar-10-python.tar.gz") as error:
+        data.load("cifar10", tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
-def test_cifar100(tmp_path, monkeypatch, offline):
-    x, y, names = noise(200, 32, 32, 3), np.arange(200) % 100, [f"thing {k}" for k in range(100)]
-    files = {"train": pickled(x, y, "fine_labels"),
-             "test": pickled(x[:100], y[:100], "fine_labels"),
-             "meta": pickle.dumps({"fine_label_names": names})}
-    files = {f"cifar-100-python/{name}": blob for name, blob in files.items()}
-    sums = write_tar(tmp_path / "cifar-100-python.tar.gz", files)
-    expect_sums(monkeypatch, datasets.CIFAR100, *sums)
+def test_cifar100(tmp_path, monkeypatch):
+    x, y, names = archives.write_cifar100(tmp_path, monkeypatch)
     d = data.load("cifar100", tmp_path)
     assert np.array_equal(d.images.permute(0, 2, 3, 1).numpy(), x)
     assert d.labels.tolist() == y.tolist() and d.names == names
     assert d.mean == (0.5071, 0.4867, 0.4408)
 
 
-def column_first(x):
-    """STL-10's binaries: all red, all green, all blue, each column by column."""
-    return x.transpose(0, 3, 2, 1).tobytes()
-
-
-@pytest.fixture
-def stl10(tmp_path, monkeypatch, offline):
-    x, y = noise(55, 96, 96, 3), np.arange(20) % 10
-    files = {"train_X.bin": column_first(x[:20]), "train_y.bin": (y + 1).astype(np.uint8).tobytes(),
-             "test_X.bin": column_first(x[20:30]), "test_y.bin": bytes(range(1, 11)),
-             "unlabeled_X.bin": column_first(x[30:])}
-    files = {f"stl10_binary/{name}": blob for name, blob in files.items()}
-    sums = write_tar(tmp_path / "stl10_binary.tar.gz", files)
-    expect_sums(monkeypatch, datasets.STL10, *sums)
-    return tmp_path, x, y
-
-
-def test_stl10(stl10):
-    folder, x, y = stl10
-    d = data.load("stl10", folder, image_size=32)
+def test_stl10(tmp_path, monkeypatch):
+    x, y = archives.write_stl10(tmp_path, monkeypatch)
+    d = data.load("stl10", tmp_path, image_size=32)
     small = x.reshape(55, 32, 3, 32, 3, 3).mean((2, 4)).transpose(0, 3, 1, 2)   # means of 3 x 3
     assert abs(d.images.numpy() - small[np.r_[:20, 30:55]]).max() <= 0.5
     assert abs(d.test_images.numpy() - small[20:30]).max() <= 0.5
     assert d.labels.tolist() == y.tolist() + [-1] * 25 and d.names[7] == "monkey"
     assert d.test_labels.tolist() == list(range(10))
+    (tmp_path / "stl10_binary/unlabeled_X.bin").write_bytes(b"short")        # once it is unpacked
+    (tmp_path / "stl10_binary.tar.gz").unlink()
+    with pytest.raises(UserError, match="complete stl10_binary.tar.gz"):
+        data.load("stl10", tmp_path, image_size=32)
 
 
-def test_a_truncated_stl10_file(stl10):
-    folder, _, _ = stl10
-    data.load("stl10", folder, image_size=32)                # unpacks
-    (folder / "stl10_binary/unlabeled_X.bin").write_bytes(b"short")
-    (folder / "stl10_binary.tar.gz").unlink()
-    with pytest.raises(data.DataError, match="complete stl10_binary.tar.gz"):
-        data.load("stl10", folder, image_size=32)
+def test_sun397(tmp_path, monkeypatch):
+    """In memory and from files; 50 pictures of each class are held out for testing."""
+    archives.write_sun397(tmp_path, monkeypatch)
+    for memory in (0, 2**30):
+        monkeypatch.setattr(readers, "MEMORY", memory)
+        d = data.load("sun397", tmp_path, image_size=8)
+        assert torch.is_tensor(d.images) == (memory > 0)
+        assert d.names == ["abbey", "beach", "cave/inside"]
+        assert d.test_labels.tolist() == [0] * 50 + [1] * 50 + [2] * 50
+        assert np.bincount(d.labels).tolist() == [3, 10, 6]
+        labels = torch.cat([torch.from_numpy(d.labels), d.test_labels])
+        grey = torch.cat([d.images[:], d.test_images[:]]).float().mean((1, 2, 3))
+        number = (grey - 40 * labels).round()
+        for k, n in enumerate(archives.SUN.values()):    # each picture once, in one of the two sets
+            assert sorted(number[labels == k].tolist()) == list(range(n))
 
-
-def jpeg(array, **save):
-    file = io.BytesIO()
-    Image.fromarray(array).save(file, "JPEG", **save)
-    return file.getvalue()
-
-
-SUN = {"/a/abbey": 53, "/b/beach": 60, "/c/cave/inside": 56}
-
-
-@pytest.fixture
-def sun397(tmp_path, monkeypatch, offline):
-    """SUN397/<letter>/<class>/sun_*.jpg and the list of classes."""
-    files = {f"SUN397{c}/sun_{c[1]}{i:03}.jpg": jpeg(np.full((9, 12, 3), 40 * k + i, np.uint8))
-             for k, (c, n) in enumerate(SUN.items()) for i in range(n)}
-    files["SUN397/ClassName.txt"] = "".join(f"{c}\n" for c in SUN).encode()
-    archive, _ = write_tar(tmp_path / "SUN397.tar.gz", files)
-    monkeypatch.setattr(datasets.SUN397, "_DATASET_MD5", archive)
-    return tmp_path
-
-
-@pytest.mark.parametrize("memory", [0, 2**30])
-def test_sun397(sun397, memory, monkeypatch):
-    monkeypatch.setattr(readers, "MEMORY", memory)
-    d = data.load("sun397", sun397, image_size=8)
-    assert torch.is_tensor(d.images) == (memory > 0)
-    assert d.names == ["abbey", "beach", "cave/inside"]
-    assert d.test_labels.tolist() == [0] * 50 + [1] * 50 + [2] * 50
-    assert np.bincount(d.labels).tolist() == [3, 10, 6]
-    grey = [d.images[:].float().mean((1, 2, 3)), d.test_images[:].float().mean((1, 2, 3))]
-    number = torch.cat(grey) - 40 * torch.cat([torch.from_numpy(d.labels), d.test_labels])
-    for k, n in enumerate(SUN.values()):          # every picture once, in training or in testing
-        mine = torch.cat([torch.from_numpy(d.labels), d.test_labels]) == k
-        assert sorted(number[mine].round().tolist()) == list(range(n))
-
-
-def test_a_sun397_with_too_few_pictures(sun397):
-    data.load("sun397", sun397, image_size=8)                # unpacks
-    for path in list((sun397 / "SUN397/a/abbey").iterdir())[:5]:
+    for path in list((tmp_path / "SUN397/a/abbey").iterdir())[:5]:           # too few pictures
         path.unlink()
-    with pytest.raises(data.DataError, match="class abbey has 48"):
-        data.load("sun397", sun397, image_size=8)
-    (sun397 / "SUN397/ClassName.txt").unlink()
-    with pytest.raises(data.DataError, match="sun397"):
-        data.load("sun397", sun397, image_size=8)
+    with pytest.raises(UserError, match="class abbey has 48"):
+        data.load("sun397", tmp_path, image_size=8)
+    (tmp_path / "SUN397/ClassName.txt").unlink()
+    with pytest.raises(UserError, match="sun397"):
+        data.load("sun397", tmp_path, image_size=8)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -215,7 +112,7 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
     assert abs(ours - x / 65535 * 255).max() <= 0.51
 
 
-def test_what_is_transparent_becomes_white(tmp_path):
+def test_transparent_pixels_become_white(tmp_path):
     colour, alpha = noise(8, 8, 3), noise(8, 8, 1)
     expected = (colour * (alpha / 255.0) + 255 * (1 - alpha / 255.0)).transpose(2, 0, 1)
     ours = picture(tmp_path, Image.fromarray(np.concatenate([colour, alpha], 2)))
@@ -274,28 +171,6 @@ def test_a_large_jpeg_keeps_its_mean(tmp_path):
 # folders
 
 
-MODES = ["RGB", "L", "P", "RGBA", "LA", "1", "I;16", "CMYK"]
-
-
-def write_folder(root, classes=("ape", "bee", "cow"), each=12, unlabeled=15, test=4):
-    """Pictures of mixed sizes, modes and formats; the class sets the brightness."""
-    for part, count in (("train", each), ("test", test), ("unlabeled", unlabeled)):
-        for k, name in enumerate(classes):
-            place = root / part / (name if part != "unlabeled" else "")
-            place.mkdir(parents=True, exist_ok=True)
-            for i in range(count):
-                h, w = G.integers(9, 40, 2)
-                x = (noise(h, w, 3) // 4 + 60 * k).astype(np.uint8)
-                mode = MODES[i % len(MODES)]
-                suffix = {"CMYK": "jpg", "I;16": "png"}.get(mode, ("png", "PNG")[i % 2])
-                if mode == "RGB":
-                    suffix = ("jpeg", "bmp", "webp")[k]
-                image = (Image.fromarray(x[..., 0].astype(np.uint16) * 257) if mode == "I;16"
-                         else Image.fromarray(x).convert(mode))
-                image.save(place / f"{name}_{i}.{suffix}")
-    return root
-
-
 @pytest.fixture
 def folder(tmp_path):
     return write_folder(tmp_path / "own")
@@ -333,21 +208,21 @@ def test_class_folders_may_be_nested_and_the_test_set_may_lack_a_class(folder):
     (lambda f: (f / "test/ape").rename(f / "test/apes"), "test/apes has no counterpart"),
     (lambda f: (f / "train/dog").mkdir(), "dog holds no picture"),
 ])
-def test_a_folder_that_is_wrong(folder, damage, message):
+def test_a_wrong_folder_is_named(folder, damage, message):
     damage(folder)
-    with pytest.raises(data.DataError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         data.load(str(folder), image_size=8)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["bee_1.PNG", "bee_7.jpg"])
-def test_a_truncated_picture_is_named_when_it_is_met(folder, monkeypatch, name):
+def test_a_truncated_picture_is_named_when_it_is_read(folder, name):
     path = folder / "train/bee" / name
     path.write_bytes(path.read_bytes()[:-40])                # the header is intact
-    with pytest.raises(data.DataError, match=f"{name} cannot be read"):
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
         data.load(str(folder), image_size=8)
     pictures = readers.Pictures(readers.as_paths([path]), (8, 8))
-    with pytest.raises(data.DataError, match=f"{name} cannot be read"):
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
         pictures[np.array([0])]
 
 
@@ -400,22 +275,27 @@ def test_expected_pictures_are_decoded_before_they_are_asked_for(pictures, monke
     stream = data.IndexStream(np.arange(40), 4, 0, "x")
     d = data.Dataset(pictures, np.zeros(40, int), pictures, None, ["a", "b"], None, None)
     d.read_ahead(stream)
-    now, following = stream.draw(0), stream.draw(1)
+    now, following = stream.indices(0), stream.indices(1)
     assert np.array_equal(stream.batch(0), now)
     assert done.wait(10) and sorted(decoded) == sorted([*now, *following])
     assert levels(d.take(now)[0]) == now.tolist() and len(decoded) == 8
     assert levels(d.take(stream.batch(1))[0]) == following.tolist()
 
 
-def test_reading_ahead_learns_the_stride(pictures, monkeypatch):
-    """A balanced batch may be needed in every tenth iteration only."""
+def test_split_decodes_the_next_chunk_meanwhile(pictures):
+    chunks = pictures.split(4)
+    assert levels(next(chunks)) == [0, 1, 2, 3] and {4, 5, 6, 7} <= pictures.begun.keys()
+
+
+def test_reading_ahead_learns_the_stride():
+    """With --omega_every 10 a balanced batch is needed in every tenth iteration only."""
     asked = []
     stream = data.IndexStream(np.arange(40), 2, 0, "x")
     stream.expect = lambda index: asked.append(index.tolist())
     for step in (0, 10, 20):
         stream.batch(step)
     expected = [0, 1, 10, 20, 20, 30]
-    assert asked == [stream.draw(s).tolist() for s in expected]
+    assert asked == [stream.indices(s).tolist() for s in expected]
 
 
 def test_a_picture_that_is_never_collected_is_dropped(pictures):

@@ -1,5 +1,5 @@
-"""The paper's tables: every cell has a command that starts, `run` finishes what is not finished,
-`collect` folds seeds rightly, and the README shows what it prints from results/."""
+"""The paper's tables: every cell has a command that works, `run` does what is not done yet,
+`collect` computes means over seeds, and the README has the tables that it writes."""
 import csv
 import json
 import shlex
@@ -11,21 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT, checkpoint, wait_for
 
 import data
-import run_folder
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
 from scripts import collect, reproduce, tables
+from support import config
 
-ROOT = Path(__file__).parent.parent
 MAINS = {"train_fixmatch.py": train_fixmatch.main, "train_mixmatch.py": train_mixmatch.main,
          "baselines.train": baselines.main}
 
 
-def test_readme_shows_what_collect_prints(tmp_path):
-    """Collected from the committed results alone; a table by hand, or an old one, would differ."""
+def test_collect_leaves_the_committed_tables_as_they_are(tmp_path):
+    """README.md and results/*.csv are what collect makes of results/, so no cell is out of date."""
     shutil.copytree(ROOT / "results", tmp_path / "results")
     shutil.copy(ROOT / "README.md", tmp_path)
     collect.collect(tmp_path / "no runs", tmp_path / "results", tmp_path / "README.md")
@@ -46,9 +46,9 @@ def setting(result):
 
 
 def test_results_are_what_their_names_say():
-    """One protocol for all of results/mini, one recipe but for the recipe table."""
+    """One protocol for all of results/mini, and one recipe except in the table of recipes."""
     paths = list(ROOT.glob("results/mini/*.json"))
-    assert len(paths) > 60
+    assert paths
     cells = [cell for cells in tables.TABLES.values() for cell in cells]
     for path in paths:
         result, (name, seed) = json.loads(path.read_text()), path.stem.rsplit("_s", 1)
@@ -72,18 +72,65 @@ def test_results_are_what_their_names_say():
 
 
 def test_the_miniature_tables_are_filled():
-    """As claimed: all methods once, L2AC and its bases at three seeds, the ablation too."""
-    found = collect.read(ROOT / "results")
+    """All methods at one seed; L2AC, its bases and the ablation at three."""
+    found = collect.read_results(ROOT / "results")
     for cell in (c for n in "14567" for c in tables.TABLES[n] if c.runs and c.dataset == "cifar10"):
         three = cell.table == "5" or (cell.table in "16" and cell.base != "supervised"
                                       and cell.method in ("none", "l2ac"))
-        assert set(collect.numbers(cell, "mini", found)) >= (set(range(3)) if three else {0}), cell
+        assert set(collect.by_seed(cell, "mini", found)) >= (set(range(3)) if three else {0}), cell
     for cell in (c for c in tables.TABLES["recipe"] if c.runs):
-        assert 0 in collect.numbers(cell, "mini", found), cell
+        assert 0 in collect.by_seed(cell, "mini", found), cell
 
 
 # ---------------------------------------------------------------------------------------------
 # the commands
+
+
+def training_commands(scale):
+    """{command: a cell that needs it}"""
+    return {job.command: job.cell for job in reproduce.jobs(tables.TABLES, scale, [0], "runs")
+            if job.cell.dataset != "bench"}
+
+
+def parse(command):
+    """The name of the script and its arguments."""
+    words = shlex.split(command)
+    script = next(word for word in words if word in MAINS)
+    return script, words[words.index(script) + 1:]
+
+
+def configuration(command):
+    script, argv = parse(command)
+    if script == "baselines.train":
+        return baselines.configure(argv)[0]
+    return config.read(argv, script.removeprefix("train_").removesuffix(".py"))
+
+
+SIZES = {"cifar10": [5000] * 10, "cifar100": [500] * 100, "stl10": [500] * 10,
+         "sun397": [50, 51, 120, 2311] + [200] * 393}      # training images of each class
+
+
+@pytest.mark.parametrize("scale", tables.SCALES)
+@pytest.mark.parametrize("number", [n for n in tables.TABLES if n != "8"])
+def test_the_commands_of_a_table(scale, number):
+    """Every flag is known, the settings are those of the cell, and the split can be made."""
+    chosen = {job.command: job.cell for job in reproduce.jobs([number], scale, [3], "runs")}
+    for command, cell in chosen.items():
+        cfg, sizes = configuration(command), SIZES[cell.dataset]
+        assert (cfg.base, cfg.method, cfg.dataset) == (cell.base, cell.method, cell.dataset)
+        assert (cfg.scale, cfg.seed, cfg.resume) == (scale, 3, True)
+        assert cfg.recipe == ("official" if "official" in cell.flags else "paper")
+        column = cell.column.removeprefix("step, ")
+        if column in SETTINGS and cell.base != "supervised":
+            assert (cfg.gamma_l, cfg.gamma_u, cfg.reverse_u) == SETTINGS[column], command
+        elif column in SETTINGS:
+            assert cfg.gamma_l == SETTINGS[column][0], command
+        labels = np.repeat(np.arange(len(sizes)), sizes)
+        labels = np.append(labels, np.full(1000 * (cell.dataset == "stl10"), -1))
+        names = [f"class {k}" for k in range(len(sizes))]
+        labeled, unlabeled = data.split(data.Dataset(None, labels, None, None, names, None, None),
+                                        cfg)
+        assert set(labels[labeled]) == set(range(len(sizes))) and len(unlabeled) > 0
 
 
 @pytest.fixture(scope="module")
@@ -103,31 +150,25 @@ def stand_ins(tmp_path_factory):
     return folder
 
 
-def training_commands(scale):
-    return {job.command: job.cell for job in reproduce.jobs(tables.TABLES, scale, [0], "runs")
-            if job.cell.dataset != "bench"}
+# one command for each base, method and dataset; of DARP one more, where it estimates
+EXAMPLES = {(cell.base, cell.method, cell.dataset, "--darp_estimate" in command): command
+            for command, cell in training_commands("paper").items()}
 
 
-@pytest.mark.parametrize("command", training_commands("paper"),
-                         ids=[cell.name for cell in training_commands("paper").values()])
-def test_a_command_starts(command, stand_ins, tmp_path, capsys):
+@pytest.mark.slow
+@pytest.mark.parametrize("key", EXAMPLES, ids=lambda key: "_".join(map(str, key)))
+def test_a_command_trains(key, stand_ins, tmp_path, capsys):
     """As `list` prints it, but one iteration on stand-ins of the data, with a small network."""
-    words = shlex.split(command)
-    script = next(word for word in words if word in MAINS)
-    argv = words[words.index(script) + 1:]
+    base, method, dataset, _ = key
+    script, argv = parse(EXAMPLES[key])
     small = ["--iters", "1", "--model", "wrn-10-1", "--image_size", "8", "--batch_size", "4",
              "--batch_size_u", "4", "--data_dir", str(stand_ins), "--threads", "1", "--out",
              str(tmp_path / "run")]
-    small += {"crest+": ["--crest_generations", "1"], "crt": ["--crt_iters", "1"]}.get(
-        training_commands("paper")[command].method, [])
+    small += {"crest+": ["--crest_generations", "1"], "crt": ["--crt_iters", "1"]}.get(method, [])
     MAINS[script]([*argv, *small])
     assert "bACC" in capsys.readouterr().out
     result = json.loads((tmp_path / "run/result.json").read_text())
-    cell = training_commands("paper")[command]
-    assert (result["base"], result["method"], result["dataset"]) == (
-        cell.base, cell.method, cell.dataset)
-    if cell.table == "1" and cell.base != "supervised":
-        assert setting(result) == SETTINGS[cell.column]
+    assert (result["base"], result["method"], result["dataset"]) == (base, method, dataset)
 
 
 def test_every_cell_of_the_paper_has_a_command():
@@ -144,20 +185,20 @@ def test_every_cell_of_the_paper_has_a_command():
 def test_darp_estimates_exactly_where_the_distributions_differ():
     for cell in (c for cells in tables.TABLES.values() for c in cells if c.method == "darp"):
         if cell.dataset in ("cifar10", "cifar100") and cell.runs:
-            cfg, _ = baselines.config(["--base", cell.base, "--method", "darp", "--dataset",
-                                       cell.dataset, *cell.flags.split()])
-            assert cfg.darp_estimate == (not data.matched(cfg)), cell
+            cfg, _ = baselines.configure(["--base", cell.base, "--method", "darp", "--dataset",
+                                          cell.dataset, *cell.flags.split()])
+            assert cfg.darp_estimate == (not config.matched(cfg)), cell
         if cell.dataset == "stl10":
             assert "--darp_estimate" in cell.flags
 
 
-def test_list_is_one_command_a_line_with_its_hours(tmp_path, capsys):
+def test_list_prints_one_command_per_line_with_its_hours(tmp_path, capsys):
     reproduce.main(["list", "--table", "1", "6", "--scale", "paper", "--seeds", "0", "1",
                     "--runs", str(tmp_path)])
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(line.startswith("python ") and "  # about" in line for line in lines)
     assert len(lines) == 2 * (66 - 2 * 4) and f"{len(lines)} runs, 0 done" in last
-    # labels alone know no gamma_u, so three columns share their runs
+    # supervised methods have no gamma_u: three columns share their runs
     assert sum("evaluate.py" in line for line in lines) == 2 * 5          # the methods of table 6
     done = tmp_path / "paper/cifar10_mixmatch_none_gamma_l100_gamma_u100_s0/result.json"
     done.parent.mkdir(parents=True)
@@ -192,10 +233,11 @@ def two_cells(monkeypatch):
         "x": [small_cell(f"{SMALL} --iters 4", test="longtail"), small_cell(f"{SMALL} --iters 0")]})
 
 
+@pytest.mark.slow
 def test_run_does_what_is_not_done_and_names_what_fails(two_cells, tmp_path, capsys):
     wanted = reproduce.jobs(["x"], "mini", [0], tmp_path)
     assert [job.done for job in wanted] == [False, False]
-    assert reproduce.run(wanted, 2) == 1
+    assert reproduce.run_jobs(wanted, 2) == 1
     out = capsys.readouterr().out
     assert "2 of 2 runs to do" in out and "1 failed" in out and "--iters" in out
     assert [job.done for job in wanted] == [True, False]
@@ -203,14 +245,15 @@ def test_run_does_what_is_not_done_and_names_what_fails(two_cells, tmp_path, cap
     assert json.loads(judged.read_text())[str(wanted[0].folder)]["acc"] >= 0
     judged.unlink()
     before = trained.stat().st_mtime_ns
-    assert reproduce.run(wanted[:1], 2) == 0 and judged.exists()
+    assert reproduce.run_jobs(wanted[:1], 2) == 0 and judged.exists()
     assert before == trained.stat().st_mtime_ns                          # not trained again
-    assert reproduce.run(wanted[:1], 2) == 0
+    assert reproduce.run_jobs(wanted[:1], 2) == 0
     assert "0 of 1 runs to do" in capsys.readouterr().out
 
 
-def test_a_stopped_run_goes_on_where_it_was(tmp_path):
-    """SIGTERM to `run`: the training below it saves and ends; the same command finishes it."""
+@pytest.mark.slow
+def test_a_stopped_run_continues_where_it_was(tmp_path):
+    """SIGTERM to `run`: its training saves and ends; the same command finishes it."""
     flags = "--image_size 8 --batch_size 6 --eval_every 20 --iters 400"
     code = ("import sys\nfrom scripts import reproduce, tables\n"
             "cell = tables.Cell('x', 'a', 'b', 'fixmatch', 'none', 'synthetic', "
@@ -220,32 +263,24 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     run = Path(small_cell(flags).folder("mini", 0, tmp_path))
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: (run / "log.csv").exists())
+        wait_for(run / "log.csv", process)
     finally:
         process.terminate()
-    assert process.wait(60) == 1 and "goes on" in process.stdout.read()
-    step = run_folder.load_checkpoint(run)["step"]
+    assert process.wait(60) == 1 and "continues" in process.stdout.read()
+    step = checkpoint(run)["step"]
     assert 0 < step < 400
     time.sleep(1)
-    assert run_folder.load_checkpoint(run)["step"] == step             # nothing trains on behind it
+    assert checkpoint(run)["step"] == step             # no process trains on in the background
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0 and "1 of 1 runs to do" in again.stdout
     assert json.loads((run / "result.json").read_text())["iters"] == 400
-
-
-def wait_until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    pytest.fail("it did not happen within a minute")
 
 
 # ---------------------------------------------------------------------------------------------
 # collect
 
 
-def test_collect_folds_seeds_and_says_not_run(monkeypatch, tmp_path):
+def test_collect_computes_means_over_seeds_and_says_not_run(monkeypatch, tmp_path):
     cells = [small_cell("--n1 9"), small_cell("--n1 8", column="c", paper="N/A"),
              small_cell("--n1 7", row="d"), small_cell("--n1 6", row="d", column="c")]
     monkeypatch.setattr(tables, "TABLES", {"1": cells})
@@ -270,7 +305,7 @@ def test_collect_folds_seeds_and_says_not_run(monkeypatch, tmp_path):
 after
 <!-- end -->
 """
-    collect.collect(tmp_path / "runs", tmp_path / "results", readme)         # nothing piles up
+    collect.collect(tmp_path / "runs", tmp_path / "results", readme)         # replaces the table
     assert readme.read_text().count("| a |") == 1
     rows = list(csv.DictReader(open(tmp_path / "results/table_1.csv")))
     assert (rows[0]["seeds"], rows[0]["bacc"], rows[0]["gm_std"]) == ("0 1", "42.00", "2.12")
@@ -283,11 +318,11 @@ def test_imbalanced_test_sets_belong_to_the_checkpoint_they_were_made_with(monke
     monkeypatch.setattr(tables, "TABLES", {"6": [cell]})
     folder, results = Path(cell.folder("mini", 0, tmp_path)), tmp_path / "results"
     folder.mkdir(parents=True)
-    judged = tables.test_file(folder, "longtail")
+    judged = tables.test_set_file(folder, "longtail")
 
     def shown():
-        collect.gather(tmp_path, results)
-        return collect.ours(cell, "mini", collect.read(results))
+        collect.copy_results(tmp_path, results)
+        return collect.ours(cell, "mini", collect.read_results(results))
     (folder / "result.json").write_text('{"bacc": 1, "gm": 2}')
     (folder / "log.csv").write_text("bacc,gm\n1,2\n")
     (folder / "last.pt").touch()
@@ -295,12 +330,12 @@ def test_imbalanced_test_sets_belong_to_the_checkpoint_they_were_made_with(monke
     judged.write_text('{"a run": {"bacc": 40, "gm": 30, "acc": 50, "counts": {}}}')
     assert shown() == "40.0 / 30.0 / 50.0 (1)"
     judged.unlink()
-    assert shown() == "40.0 / 30.0 / 50.0 (1)"                     # results/ remembers
+    assert shown() == "40.0 / 30.0 / 50.0 (1)"                     # from results/
     (folder / "result.json").write_text('{"bacc": 5, "gm": 6}')    # another run of that name
     assert shown() == ""
 
 
-def test_what_a_recipe_is_worth_is_told_at_the_same_seeds():
+def test_the_effect_of_a_recipe_is_that_at_the_same_seeds():
     plain, other = tables.TABLES["recipe"][0], tables.TABLES["recipe"][2]
     found = {("mini", plain.name): {0: {"bacc": 40, "gm": 30}, 1: {"bacc": 90, "gm": 90}},
              ("mini", other.name): {0: {"bacc": 41.5, "gm": 28}}}
@@ -311,7 +346,7 @@ def test_cost_is_relative_to_fixmatch_at_the_same_number_of_classes():
     cell = next(c for c in tables.TABLES["8"] if c.method == "darp" and c.flags == "100")
     assert collect.ours(cell, "mini", {("bench", ""): {"none 10": 1, "none 100": 2,
                                                        "darp 100": 2.5}}) == "1.25"
-    assert collect.text_of(cell, {("bench", ""): {"none 100": 2, "darp 100": 2.5}}) == (
+    assert collect.cell_text(cell, {("bench", ""): {"none 100": 2, "darp 100": 2.5}}) == (
         "1.25<br>*2.61 (7.5 it/s)*")
     for paper in (c.paper for c in tables.TABLES["8"]):                # ratio (rate)
         ratio, rate = paper.removesuffix(" it/s)").split(" (")

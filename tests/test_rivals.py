@@ -1,37 +1,48 @@
 """DARP, CReST, ABC, SaR, DASO: fixtures, reductions to the base method, independent solvers."""
 import json
 from collections import deque
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import TINY, checkpoint, exit_of, same, stopped, train
 from scipy import optimize
 
-import common
 import data
-import finished
+import evaluate
 from baselines import abc_head, crest, darp, daso, sar
-from baselines import train as baselines
-from test_cli import run
-from test_train_fixmatch import same
+from baselines.train import configure, main
 from train_mixmatch import sharpen
 
 # CIFAR-10, gamma_l = gamma_u = 100, N_1 = 1500, M_1 = 3000
 N = torch.tensor(data.class_counts(1500, 10, 100), dtype=torch.float64)
 M = torch.tensor(data.class_counts(3000, 10, 100), dtype=torch.float64)
-TINY = ("--image_size 8 --batch_size 6 --eval_every 6 --iters 20 --threads 1 --device cpu "
-        "--gamma_u 100 --n1 100 --m1 100")
+SHORT = "--iters 9 --gamma_u 100 --n1 100 --m1 100"
+BASES = {"fixmatch": "--tau 0.1 --n_strong 2", "mixmatch": ""}
 EAGER = {  # flags with which a method acts within a few iterations
     "darp": "--darp_warm 0.2 --darp_period 3 --darp_outer 2", "crest": "--crest_generations 3",
     "crest+": "--crest_generations 3", "abc": "", "sar": "", "daso": "--daso_start 0.2"}
-RIVALS = list(EAGER)
+OFF = {"crest": "--crest_generations 1", "sar": "--sar_start 1", "daso": "--daso_start 1",
+       "darp": "--darp_warm 1"}
+BASE = [pytest.param("fixmatch"), pytest.param("mixmatch", marks=pytest.mark.slow)]
 
 
-def train(out, flags):
-    status = baselines.main([*TINY.split(), *flags.split(), "--out", str(out)])
-    return status or torch.load(out / "last.pt", weights_only=True)
+def flags_of(base, method, own=""):
+    return f"{SHORT} --base {base} {BASES[base]} --method {method} {own}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Function: flags -> folder of a finished run. Runs are shared; tests only read them."""
+    @cache
+    def run(flags):
+        out = tmp_path_factory.mktemp("run")
+        train(out, flags, main)
+        return out
+    return run
 
 
 def close(ours, text, tolerance=6e-5):
@@ -92,46 +103,33 @@ def test_darp_due_numbers():
 # the whole run: reductions, resume, files
 
 
-def base_run(out, base="fixmatch"):
-    return train(out, f"--base {base} --method none")
-
-
-@pytest.mark.parametrize("base", ["fixmatch", "mixmatch"])
-@pytest.mark.parametrize("flags", [
-    "--method crest --crest_generations 1", "--method sar --sar_start 1",
-    "--method daso --daso_start 1", "--method darp --darp_warm 1"])
-def test_a_method_that_is_switched_off_is_its_base(tmp_path, base, flags):
-    ours, plain = train(tmp_path / "a", f"--base {base} {flags}"), base_run(tmp_path / "b", base)
+@pytest.mark.parametrize("base", BASE)
+@pytest.mark.parametrize("method", OFF)
+def test_a_method_that_is_switched_off_equals_its_base(finished, base, method):
+    ours, plain = (checkpoint(finished(flags)) for flags in
+                   (flags_of(base, method, OFF[method]), flags_of(base, "none")))
     assert all(same(ours[part], plain[part]) for part in ("model", "ema", "optimizer", "history"))
 
 
-@pytest.mark.parametrize("base", ["fixmatch", "mixmatch"])
-@pytest.mark.parametrize("method", RIVALS)
-def test_switched_on_it_is_not_and_it_resumes_exactly(tmp_path, monkeypatch, base, method):
-    flags = f"--base {base} --method {method} {EAGER[method]}"
-    if base == "fixmatch":
-        flags += " --tau 0.1 --n_strong 2"
-    whole = train(tmp_path / "whole", flags)
-    plain = flags.replace(EAGER[method], "").replace(f"--method {method}", "--method none")
-    plain = train(tmp_path / "plain", plain)["model"]
-    assert not same({k: whole["model"][k] for k in plain}, plain)
-
-    def see(self, step, losses):                              # a signal comes in iteration 11
-        common.interrupt.wished = step == 10
-    monkeypatch.setattr(common.Watch, "see", see)
-    assert train(tmp_path / "parts", flags) == 130
-    monkeypatch.undo()
-    common.interrupt.wished = False
-    assert same(whole, train(tmp_path / "parts", flags + " --resume"))
+@pytest.mark.parametrize("base", BASE)
+@pytest.mark.parametrize("method", EAGER)
+def test_switched_on_it_differs_and_resumes_exactly(tmp_path, finished, base, method):
+    flags = flags_of(base, method, EAGER[method])
+    whole, plain = checkpoint(finished(flags)), checkpoint(finished(flags_of(base, "none")))
+    assert not same({k: whole["model"][k] for k in plain["model"]}, plain["model"])
+    # After 7 of 9: within an epoch, a window of DASO, a period of DARP, the last CReST generation.
+    stopped(tmp_path, flags, after=7, main=main)
+    assert same(whole, train(tmp_path, flags + " --resume", main))
 
 
-@pytest.mark.parametrize("method", RIVALS)
-def test_evaluate_judges_a_run_as_training_did(tmp_path, method):
-    state = train(tmp_path, f"--method {method} {EAGER[method]}")
-    judged = finished.load_run(tmp_path)
-    now, mean = judged.last, judged.reported
-    assert now["bacc"] == pytest.approx(state["history"][-1]["bacc"])
-    assert mean["gm"] == pytest.approx(json.loads((tmp_path / "result.json").read_text())["gm"])
+@pytest.mark.parametrize("method", EAGER)
+def test_evaluate_agrees_with_training(finished, method):
+    folder = finished(flags_of("fixmatch", method, EAGER[method]))
+    run, last = evaluate.load_run(folder), checkpoint(folder)["history"][-1]
+    assert run.last["bacc"] == pytest.approx(last["bacc"])
+    assert run.last["recall"] == pytest.approx([last[f"recall_{k}"] for k in range(10)])
+    result = json.loads((folder / "result.json").read_text())
+    assert run.reported["gm"] == pytest.approx(result["gm"])
 
 
 @pytest.mark.parametrize("flags,named", [
@@ -142,8 +140,8 @@ def test_evaluate_judges_a_run_as_training_did(tmp_path, method):
     ("--method crest --crest_generations 5 --iters 4", "--crest_generations"),
     ("--base supervised --method darp", "--method")])
 def test_wrong_flags_end_in_one_sentence(flags, named, tmp_path, capsys):
-    argv = [*TINY.split(), *flags.split(), "--out", str(tmp_path / "run")]
-    code, err = run(baselines.main, argv, capsys)
+    argv = [*TINY.split(), *SHORT.split(), *flags.split(), "--out", str(tmp_path / "run")]
+    code, err = exit_of(main, argv, capsys)
     assert code == 2 and err.count("\n") == 1 and named in err
     assert not (tmp_path / "run").exists()
 
@@ -192,9 +190,9 @@ def test_trimming_by_hand():
     np.testing.assert_allclose(A, by_hand / by_hand.sum(1, keepdims=True), atol=1e-5)
 
 
-def test_raw_predictions_are_stored_and_refined_ones_used(tmp_path):
+def test_raw_predictions_are_stored_and_refined_ones_used():
     """During warm-up Q fills and labels stay; from then on the batch gets rows of R."""
-    cfg, _ = baselines.config([*TINY.split(), "--method", "darp", "--darp_warm", "0.1"])
+    cfg, _ = configure("--iters 20 --method darp --darp_warm 0.1".split())
     index_u = np.array([5, 3, 8])
     method = darp.DARP(SimpleNamespace(
         cfg=cfg, dataset=SimpleNamespace(num_classes=2, labels=np.zeros(9)), index_u=index_u,
@@ -222,17 +220,20 @@ def test_the_confusion_estimate_recovers_known_counts():
 
 def test_hold_out_never_takes_more_than_half_of_a_class():
     labels = np.repeat(np.arange(4), [100, 20, 5, 2])
-    rows, held = darp.hold_out(labels, 0)
+    rows, held = darp.hold_out_labeled(labels, 0)
     assert np.bincount(labels[held]).tolist() == [10, 10, 2, 1]
     assert sorted([*rows, *held]) == list(range(127))
 
 
-def test_estimated_targets_count_the_labeled_images_of_a_union_pool(tmp_path, capsys):
-    for pool, total in (("disjoint", 0), ("union", 1)):
-        flags = f"--method darp --darp_warm 0.2 --darp_estimate --pool {pool}"
-        t, counts = train(tmp_path / pool, flags)["method"]["t"], data.class_counts(100, 10, 100)
-        assert t.sum().item() == pytest.approx(sum(counts) * (1 + total), rel=1e-6)
-        assert (t >= torch.tensor(counts) * total - 1e-6).all()
+@pytest.mark.parametrize("pool,labeled", [
+    pytest.param("disjoint", 0, marks=pytest.mark.slow), ("union", 1)])
+def test_estimated_targets_include_the_labeled_images_of_a_union_pool(tmp_path, capsys, pool,
+                                                                      labeled):
+    flags = f"{SHORT} --method darp --darp_warm 0.2 --darp_estimate --pool {pool}"
+    t = train(tmp_path, flags, main)["method"]["t"]
+    counts = data.class_counts(100, 10, 100)
+    assert t.sum().item() == pytest.approx(sum(counts) * (1 + labeled), rel=1e-6)
+    assert (t >= torch.tensor(counts) * labeled - 1e-6).all()
     assert "estimated counts" in capsys.readouterr().out
 
 
@@ -247,24 +248,26 @@ def test_selection_by_hand():
 
 
 def test_generations_start_again_with_more_labels(tmp_path):
-    flags = "--method crest --crest_generations 2 --iters 12 --eval_every 3 --pool union"
-    state = train(tmp_path, flags)
-    cfg, _ = baselines.config([*TINY.split(), *flags.split()])
+    flags = (f"{SHORT} --method crest --crest_generations 2 --iters 8 --eval_every 2 --pool union")
+    state = train(tmp_path, flags, main)
+    cfg, _ = configure([*TINY.split(), *flags.split()])
     index_l, index_u = data.split(data.load("synthetic", image_size=8), cfg)
     adopted = state["method"]["adopted"].numpy()
     assert state["method"]["_extra_state"] == 1 and (adopted >= 0).any()
     assert not (adopted[np.isin(index_u, index_l)] >= 0).any()
     # Adam has made only the steps of the second generation.
-    assert {int(s["step"]) for s in state["optimizer"]["state"].values()} == {6}
+    assert {int(s["step"]) for s in state["optimizer"]["state"].values()} == {4}
     assert json.loads((tmp_path / "result.json").read_text())["evaluations"] == 2
 
 
 def test_progressive_alignment_by_hand():
+    """The target is N^0.75 in the middle of three generations; step 1 runs with restored state."""
     cfg = SimpleNamespace(crest_generations=3, batch_size=2, seed=0, iters=9)
-    method = crest.CReSTPlus(SimpleNamespace(
-        cfg=cfg, counts=torch.tensor([8.0, 2.0], dtype=torch.float64), index_l=np.array([0]),
-        index_u=np.array([1]), dataset=SimpleNamespace(
-            num_classes=2, labels=np.zeros(2, int), read_ahead=lambda stream: None)))
+    ctx = SimpleNamespace(
+        cfg=cfg, counts=torch.tensor([8.0, 2.0], dtype=torch.float64), shard=(0, 1),
+        index_l=np.array([0]), index_u=np.array([1]), dataset=SimpleNamespace(
+            num_classes=2, labels=np.zeros(2, int), read_ahead=lambda stream: None))
+    method, restored = crest.CReSTPlus(ctx), crest.CReSTPlus(ctx)
     method.generation += 1
     p = torch.tensor([[.9, .1], [.5, .5]])
     target = np.array([8, 2]) ** .75 / (8 ** .75 + 2 ** .75)
@@ -272,9 +275,10 @@ def test_progressive_alignment_by_hand():
     expected /= expected.sum(1, keepdims=True)
     ours = method.refine(p, SimpleNamespace(step=0))
     np.testing.assert_allclose(ours, expected, rtol=1e-4)
+    restored.load_state_dict(method.state_dict())
     mean = (127 * np.array([.5, .5]) + p.mean(0).numpy()) / 128       # the next step's divisor
     expected = p.numpy() * target / mean
-    np.testing.assert_allclose(method.refine(p, SimpleNamespace(step=1)),
+    np.testing.assert_allclose(restored.refine(p, SimpleNamespace(step=1)),
                                expected / expected.sum(1, keepdims=True), rtol=1e-4)
 
 
@@ -303,13 +307,47 @@ def test_thinning_balances_the_classes():
     assert loss.item() == pytest.approx(kept.sum().item() * np.log(10) / len(y), rel=1e-5)
 
 
-def test_abc_predicts_with_its_own_head(tmp_path):
-    state = train(tmp_path, "--method abc")
-    assert not same(state["ema"]["auxiliary.weight"], state["ema"]["classifier.weight"])
-    predict = finished.load_run(tmp_path).predict
+def test_abc_loss_by_hand():
+    """Rank 1 of 2 in the third of four epochs: b = 1/4, 1/2, 1; pseudo-labels: half way from 1."""
+    B, U, step, g = 20, 300, 8, np.random.default_rng(0)
+    torch.manual_seed(0)
+    cfg = SimpleNamespace(base="fixmatch", seed=5, eval_every=3, iters=12)
+    head = torch.nn.Linear(4, 3).double()
+    method = abc_head.ABC(SimpleNamespace(
+        cfg=cfg, device="cpu", shard=(1, 2), model=SimpleNamespace(auxiliary=head),
+        counts=torch.tensor([8.0, 4.0, 2.0], dtype=torch.float64)))
+    y, z_u, z = g.integers(3, size=B), 15 * g.normal(size=(U, 4)), g.normal(size=(B + 2 * U, 4))
+    ours = method.extra_loss(SimpleNamespace(step=step, y_l=torch.from_numpy(y),
+                                             z_u=torch.from_numpy(z_u), z=torch.from_numpy(z)))
+
+    weight, bias = (t.detach().numpy() for t in (head.weight, head.bias))
+
+    def log_softmax(rows):
+        logits = rows @ weight.T + bias
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    draw_l, draw_u = (data.rng(5, purpose, step).random(2 * n, dtype="float32")[n:]
+                      for purpose, n in (("ABC labeled", B), ("ABC unlabeled", U)))
+    log_p, q = log_softmax(z), np.exp(log_softmax(z_u))
+    sure, kept = 0, []
+    loss = -sum(log_p[i, y[i]] for i in range(B) if draw_l[i] < [.25, .5, 1][y[i]]) / B
+    for u in range(U):
+        if q[u].max() >= 0.95:
+            sure += 1
+            if draw_u[u] < [.625, .75, 1][q[u].argmax()]:
+                kept.append(u)
+                loss -= sum(q[u] @ log_p[B + 2 * u + view] for view in (0, 1)) / U
+    assert 0 < len(kept) < sure < U
+    assert ours.item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_abc_predicts_with_its_own_head(finished):
+    folder = finished(flags_of("fixmatch", "abc", EAGER["abc"]))
+    run, ema = evaluate.load_run(folder), checkpoint(folder)["ema"]
+    assert not same(ema["auxiliary.weight"], ema["classifier.weight"])
     x = torch.randn(4, 3, 8, 8)
-    model = predict.args[0]
-    assert torch.equal(predict(x), model.auxiliary(model.features(x)))
+    z = run.model.features(x)
+    by_hand = z @ ema["auxiliary.weight"].T + ema["auxiliary.bias"]
+    torch.testing.assert_close(run.predict(x), by_hand)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -367,7 +405,7 @@ def test_queues_are_first_in_first_out(monkeypatch):
     for _ in range(6):
         x, y = torch.randn(5, 2, generator=g), torch.randint(2, (5,), generator=g)
         method.push(x, y)
-        for row, k in zip(x, y):
+        for row, k in zip(x, y, strict=True):
             queues[k].append(row)
     for k in range(2):
         torch.testing.assert_close(method.centres[k], torch.stack(list(queues[k])).mean(0))

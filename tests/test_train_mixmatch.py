@@ -1,11 +1,9 @@
 """MixMatch + L2AC: its mathematics, three iterations by hand, the ramp, exact resume, and that the
 two tutorials can still be read side by side."""
 import csv
-import difflib
 import json
 import math
 import re
-from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,26 +11,33 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import (
+    FLOAT64,
+    TINY,
+    central_differences,
+    exit_of,
+    files,
+    log_rows,
+    relative_difference,
+    same,
+    stopped,
+)
+from conftest import train as train_tiny
+from replay import Replay
 
-import augment
-import common
 import data
-import settings
+import models
 import train_fixmatch
 import train_mixmatch
-from attractor import BiasAttractor, adapt
+from attractor import BiasAttractor
 from bilevel import omega_gradient, reference_gradient, remember, update
-from test_bilevel import central_differences, relative_difference
-from test_cli import run
-from test_train_fixmatch import ByHand, initial_attractor, same
+from support import UserError, config
 
-TINY = "--image_size 8 --batch_size 6 --eval_every 3 --iters 6 --threads 1 --device cpu"
-FLOAT64 = torch.float64
+slow = pytest.mark.slow
 
 
-def train(out, flags=""):
-    status = train_mixmatch.main([*TINY.split(), *flags.split(), "--out", str(out)])
-    return status or torch.load(out / "last.pt", weights_only=True)
+def train(out, flags="", on_step=None):
+    return train_tiny(out, flags, train_mixmatch.main, on_step)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -55,8 +60,8 @@ def test_sharpen_at_the_lowest_temperature_that_the_flag_allows():
     """p^10 of probabilities about 1/1000 must not fall below the smallest float32."""
     p = torch.full((1, 1000), 0.001)
     torch.testing.assert_close(train_mixmatch.sharpen(p, 0.1), p)
-    with pytest.raises(settings.UserError, match="--temperature"):
-        train_mixmatch.config(["--temperature", "0.09"])
+    with pytest.raises(UserError, match="--temperature"):
+        config.read(["--temperature", "0.09"], "mixmatch")
 
 
 def test_mixup_against_numpy():
@@ -84,8 +89,10 @@ def mixmatch_by_hand(logits, q, labeled):
 def test_losses_against_numpy():
     g = np.random.default_rng(0)
     logits, q = g.normal(size=(3 + 2 * 5, 4)), g.dirichlet(np.ones(4), 3 + 2 * 5)
-    ours = train_mixmatch.mixmatch_losses(torch.from_numpy(logits), torch.from_numpy(q), 3)
-    assert [x.item() for x in ours] == pytest.approx(mixmatch_by_hand(logits, q, 3), rel=1e-12)
+    loss_x, loss_u = mixmatch_by_hand(logits, q, 3)
+    ours = train_mixmatch.mixmatch_loss(torch.from_numpy(logits), torch.from_numpy(q), 3, 37.5)
+    assert [x.item() for x in ours] == pytest.approx([loss_x + 37.5 * loss_u, loss_x, loss_u],
+                                                     rel=1e-12)
 
 
 def draw(step, seed=0, alpha=0.75, rows=18):
@@ -124,7 +131,6 @@ class OmegaStep:
     B, U, K, D, M = 4, 3, 4, 5, 8
 
     def __init__(self, kind, warm=3):
-        torch.set_num_threads(1)                              # for so little, more would only wait
         torch.manual_seed(0)
         rows = self.B + 2 * self.U
         self.classifier = torch.nn.Linear(self.D, self.K).to(FLOAT64)
@@ -135,22 +141,22 @@ class OmegaStep:
         optimizer = torch.optim.Adam(self.classifier.parameters(), 0.05)
         for _ in range(warm):                                 # moments of an optimizer at work
             optimizer.zero_grad()
-            l_hat = adapt(self.classifier(self.z), self.attractor)
-            torch.autograd.backward(self.lower_loss(l_hat),
-                                    inputs=list(self.classifier.parameters()))
+            logits = self.classifier(self.z)
+            loss, *_ = self.lower_loss(logits + self.attractor(logits.detach()).detach())
+            loss.backward()
             optimizer.step()
         self.inner = remember(self.classifier.parameters(), optimizer, warm + 1, kind)
 
     def lower_loss(self, l_hat):
-        loss_x, loss_u = train_mixmatch.mixmatch_losses(l_hat, self.q, self.B)
-        return loss_x + 37.5 * loss_u
+        return train_mixmatch.mixmatch_loss(l_hat, self.q, self.B, 37.5)
 
     def balanced_loss(self):
         """L_bal(omega) without second derivatives; the lower gradient by the closed forms
         dL_x/dl^ = (p - q) / B and dL_u/dl^ = 2 (p e - p <p, e>) / (2U K), e = p - q."""
         weight, bias = (s.param for s in self.inner)
         with torch.no_grad():
-            p = adapt(self.z @ weight.T + bias, self.attractor).softmax(1)
+            logits = self.z @ weight.T + bias
+            p = (logits + self.attractor(logits)).softmax(1)
             e = p - self.q
             r = 37.5 * 2 * (p * e - p * (p * e).sum(1, keepdim=True)) / (2 * self.U * self.K)
             r[:self.B] = e[:self.B] / self.B
@@ -175,80 +181,51 @@ def test_omega_gradient_through_mixmatch(kind):
 # the loop
 
 
-class MixMatchByHand(ByHand):
-    """The loop again, slowly (see ByHand); mixup row by row, the losses written out."""
+class MixMatchReplay(Replay):
+    """Mixup row by row, the losses written out. Of three iterations."""
 
-    def batches(self, step):
-        normalise = augment.Normalise(self.dataset.mean, self.dataset.std)
-        (x_l, y_l), (x_u, _), (x_b, y_b) = (self.dataset.take(s.batch(step)) for s in self.streams)
-        x_l, x_w, x_v, x_b = (
-            augment.weak(x, data.rng(0, f"{name} view", step), normalise) for x, name
-            in ((x_l, "labeled"), (x_u, "weak"), (x_u, "second weak"), (x_b, "balanced")))
-        return x_l, y_l, x_w, x_v, x_b, y_b
+    def __init__(self, flags):
+        super().__init__(flags, "mixmatch")
 
-    def guess(self, x_w, x_v):
-        logits = [deepcopy(self.model)(x).detach() for x in (x_w, x_v)]
-        if self.cfg.pseudo_from == "adaptive":
-            logits = [l + self.attractor(l).detach() for l in logits]
-        squares = ((logits[0].softmax(1) + logits[1].softmax(1)) / 2) ** 2     # temperature 1/2
-        return squares / squares.sum(1)[:, None]
-
-    def mixtures(self, x, q, step):
+    def rows(self, step):
+        (x_l, y_l), (x_u, _) = self.take("labeled", step), self.take("unlabeled", step)
+        x_l, x_w, x_v = (self.weak(x, name, step) for x, name in (
+            (x_l, "labeled"), (x_u, "weak"), (x_u, "second weak")))
+        squares = ((self.logits(x_w).softmax(1) + self.logits(x_v).softmax(1)) / 2) ** 2
+        q_u = squares / squares.sum(1)[:, None]               # temperature 1/2
         g = data.rng(0, "mixup", step)
         share = g.beta(0.75, 0.75)
         share, partner = max(share, 1 - share), g.permutation(18)
-        return (torch.stack([share * t[i] + (1 - share) * t[j] for i, j in enumerate(partner)])
+        x, q = torch.cat([x_l, x_w, x_v]), torch.cat([torch.eye(10)[y_l], q_u, q_u])
+        x, q = (torch.stack([share * t[i] + (1 - share) * t[j] for i, j in enumerate(partner)])
                 for t in (x, q))
 
-    def iterate(self, step):
-        x_l, y_l, x_w, x_v, x_b, y_b = self.batches(step)
-        q_u = self.guess(x_w, x_v)
-        x, q = self.mixtures(torch.cat([x_l, x_w, x_v]),
-                             torch.cat([torch.eye(10)[y_l], q_u, q_u]), step)
-        z = self.model.features(x)
-        logits = self.model.classifier(z)
-
-        def lower(l):
-            loss_x = -(q[:6] * l[:6].log_softmax(1)).sum() / 6
-            loss_u = ((l[6:].softmax(1) - q[6:]) ** 2).sum() / 10 / 12
-            return loss_x + 75 * step / 3 * loss_u
-        inner = remember(self.model.classifier.parameters(), self.optimizer, step + 1)
-        if self.cfg.omega_order == "before":
-            moved = self.virtually_stepped(lower, logits)
-            loss_bal = self.upper(lower, z, inner, moved, x_b, y_b)
-        self.optimizer.zero_grad()
-        lower(logits + self.attractor(logits).detach()).backward()
-        self.optimizer.step()
-        if self.cfg.omega_order == "after":
-            loss_bal = self.upper(lower, z, inner, self.model, x_b, y_b)
-        for key, value in self.model.state_dict().items():
-            self.ema[key] = self.cfg.ema * self.ema[key] + (1 - self.cfg.ema) * value
-        for p in self.model.parameters():
-            p.data *= 1 - self.cfg.lr * self.cfg.weight_decay
-        return loss_bal
-
-
-@pytest.mark.parametrize("flags", ["--omega_order after", "--omega_order before",
-                                   "--omega_order after --pseudo_from adaptive"])
-def test_three_iterations_by_hand(tmp_path, flags):
-    flags += " --iters 3 --eval_every 1"
-    state = train(tmp_path, flags)
-    hand = MixMatchByHand(train_mixmatch.config([*TINY.split(), *flags.split()]))
-    loss_bal = [hand.iterate(step) for step in range(3)]
-    assert [row["loss_bal"] for row in state["history"]] == pytest.approx(loss_bal, rel=1e-4)
-    for name, ours, theirs in (("model", state["model"], hand.model.state_dict()),
-                               ("ema", state["ema"], hand.ema),
-                               ("attractor", state["attractor"], hand.attractor.state_dict())):
-        a, b = (torch.cat([s[k].flatten() for k in ours]) for s in (ours, theirs))
-        # Adam divides a gradient by its own size: where that is nearly 0, rounding decides.
-        assert ((a - b).abs() < 2e-5).float().mean() > 0.99, name
-    for key, value in hand.model.named_buffers():             # few among the weights: by themselves
-        torch.testing.assert_close(state["model"][key], value, rtol=1e-3, atol=1e-5)
+        def lower_loss(l_hat):
+            loss_x = -(q[:6] * l_hat[:6].log_softmax(1)).sum() / 6
+            loss_u = ((l_hat[6:].softmax(1) - q[6:]) ** 2).sum() / 10 / 12
+            return (loss_x + self.cfg.lambda_u * step / 3 * loss_u,)
+        return x, lower_loss
 
 
 @pytest.mark.parametrize("flags", [
-    "--method l2ac", "--method none", "--method attractor", "--method single_level",
-    "--method full_unroll", "--recipe official --omega_every 2", "--inner sgd --temperature 1"])
+    "--omega_order after", "--omega_order before", "--method attractor",
+    pytest.param("--pseudo_from adaptive --eta 0.01", marks=slow),
+    pytest.param("--lambda_u 20 --omega_every 2", marks=slow),
+    pytest.param("--method single_level", marks=slow), pytest.param("--method none", marks=slow),
+    pytest.param("--inner sgd", marks=slow)])
+def test_three_iterations_by_hand(tmp_path, flags):
+    flags += " --iters 3 --eval_every 1 --ema 0.5 --weight_decay 5"
+    losses = []
+    state = train(tmp_path, flags, lambda step, values: losses.append(
+        {name: value.item() for name, value in values.items()}))
+    MixMatchReplay(flags).compare(state, losses)
+
+
+@pytest.mark.parametrize("flags", [
+    "--recipe official --omega_every 2", pytest.param("--method l2ac", marks=slow),
+    pytest.param("--method none", marks=slow), pytest.param("--method attractor", marks=slow),
+    pytest.param("--method single_level", marks=slow),
+    pytest.param("--inner sgd --temperature 1", marks=slow)])
 def test_every_method_trains(tmp_path, flags):
     state = train(tmp_path, flags)
     result = json.loads((tmp_path / "result.json").read_text())
@@ -261,63 +238,80 @@ def test_every_method_trains(tmp_path, flags):
 
 
 def test_methods_differ_and_move_omega_or_not(tmp_path):
-    methods = ("none", "l2ac", "attractor", "single_level", "full_unroll")
-    states, start = {m: train(tmp_path / m, f"--method {m}") for m in methods}, initial_attractor()
+    methods = ("none", "l2ac", "attractor", "single_level")
+    states = {m: train(tmp_path / m, f"--iters 3 --method {m}") for m in methods}
     weights = [tuple(s["model"]["classifier.weight"].flatten().tolist()) for s in states.values()]
-    assert len(set(weights)) == 5
+    assert len(set(weights)) == 4
+    torch.manual_seed(0)
+    models.build("wrn-10-1", 10)
+    start = BiasAttractor(10).state_dict()
     for method, state in states.items():
-        moved = [not torch.equal(v, start[k]) for k, v in state["attractor"].items()]
-        assert set(moved) == {method != "none"}, method
+        moved = {not torch.equal(v, start[k]) for k, v in state["attractor"].items()}
+        assert moved == {method != "none"}, method
 
 
-def rows_of(state):
-    return [{k: v for k, v in row.items() if k != "it_per_s"} for row in state["history"]]
+def test_the_omega_step_touches_only_omega(tmp_path):
+    """With eta = 0, stepping omega at every iteration or hardly ever is the same run: weights,
+    moments, BatchNorm statistics and EMA, bit for bit."""
+    a = train(tmp_path / "a", "--iters 3 --eta 0 --omega_every 1")
+    b = train(tmp_path / "b", "--iters 3 --eta 0 --omega_every 100")
+    for part in ("model", "ema", "attractor", "optimizer"):
+        assert same(a[part], b[part])
+    assert not same(a["omega_optimizer"], b["omega_optimizer"])
 
 
 def test_the_first_step_knows_no_unlabeled_loss(tmp_path):
     """Row i of the log shows the losses at the weights that i - 1 steps have made."""
-    flags = "--iters 4 --eval_every 1 --method none"
-    with_u, without = (rows_of(train(tmp_path / u, f"{flags} --lambda_u {u}")) for u in ("75", "0"))
+    flags = "--iters 3 --eval_every 1 --method none"
+    with_u, without = (log_rows(train(tmp_path / u, f"{flags} --lambda_u {u}"))
+                       for u in ("75", "0"))
     assert same(with_u[0], without[0])
     assert with_u[1]["loss_x"] == without[1]["loss_x"]
-    assert all(with_u[i]["loss_x"] != without[i]["loss_x"] for i in (2, 3))
+    assert with_u[2]["loss_x"] != without[2]["loss_x"]
 
 
 def test_the_ramp_is_linear_over_the_run(tmp_path):
+    """L = L_x + lambda_u step / iters L_u"""
+    losses = []
+    train(tmp_path, "--iters 4 --lambda_u 40", lambda step, values: losses.append(
+        [values[name].item() for name in ("loss", "loss_x", "loss_u")]))
+    weights = [(loss - loss_x) / loss_u for loss, loss_x, loss_u in losses]
+    assert weights == pytest.approx([0, 10, 20, 30], rel=1e-3)
+
+
+@slow
+def test_the_same_slope_is_the_same_run(tmp_path):
     """Half the weight over half the run is the same slope, so the same run as far as it goes."""
     short = train(tmp_path / "a", "--iters 4 --eval_every 1 --lambda_u 40")
     long = train(tmp_path / "b", "--iters 8 --eval_every 1 --lambda_u 80")
     other = train(tmp_path / "c", "--iters 8 --eval_every 1 --lambda_u 40")
-    assert same(rows_of(short), rows_of(long)[:4])
-    assert not same(rows_of(short), rows_of(other)[:4])
+    assert same(log_rows(short), log_rows(long)[:4])
+    assert not same(log_rows(short), log_rows(other)[:4])
 
 
-@pytest.mark.parametrize("flags", ["", "--method none", "--recipe official", "--method attractor"])
-def test_ten_and_resume_and_ten_equals_twenty(tmp_path, monkeypatch, flags):
+@pytest.mark.parametrize("flags", ["", pytest.param("--method none", marks=slow),
+                                   pytest.param("--recipe official", marks=slow),
+                                   pytest.param("--method attractor", marks=slow)])
+def test_ten_and_resume_and_ten_equals_twenty(tmp_path, flags):
     flags += " --iters 20 --eval_every 4"
     whole = train(tmp_path / "whole", flags)
-    def see(self, step, losses):                              # a signal comes in iteration 10
-        common.interrupt.wished = step == 9
-    with monkeypatch.context() as patch:
-        patch.setattr(common.Watch, "see", see)
-        assert train(tmp_path / "parts", flags) == 130
-    common.interrupt.wished = False
-    half = torch.load(tmp_path / "parts/last.pt", weights_only=True)
-    assert half["step"] == 10 and [row["iter"] for row in half["history"]] == [4, 8]
+    half = stopped(tmp_path / "parts", flags, 10, train_mixmatch.main)
+    assert [row["iter"] for row in half["history"]] == [4, 8]
     assert same(whole, train(tmp_path / "parts", flags + " --resume"))
 
 
 def refused(flags, out, capsys):
-    return run(train_mixmatch.main, [*TINY.split(), *flags.split(), "--out", str(out)], capsys)
+    argv = [*TINY.split(), "--iters", "6", *flags.split(), "--out", str(out)]
+    return exit_of(train_mixmatch.main, argv, capsys)
 
 
-@pytest.mark.parametrize("iters", [9, 3])
+@pytest.mark.parametrize("iters", [9, pytest.param(3, marks=slow)])
 def test_the_ramp_forbids_another_length(tmp_path, capsys, iters):
     train(tmp_path)
-    before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+    before = files(tmp_path)
     code, err = refused(f"--iters {iters} --resume", tmp_path, capsys)
     assert code == 2 and err.count("\n") == 1 and f"--iters is {iters}" in err
-    assert before == {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+    assert before == files(tmp_path)
 
 
 @pytest.mark.parametrize("flags", ["--temperature 0", "--temperature nan", "--mix_alpha -1",
@@ -330,30 +324,20 @@ def test_wrong_flags_end_in_one_sentence(tmp_path, capsys, flags):
 
 def test_the_released_protocol_keeps_mixmatch_pools_apart():
     pools = {}
-    for script in (train_fixmatch, train_mixmatch):
-        cfg = script.config(["--recipe", "official"])
+    for base in ("fixmatch", "mixmatch"):
+        cfg = config.read(["--recipe", "official"], base)
         labeled, unlabeled = data.split(data.load("synthetic", image_size=8), cfg)
-        pools[script] = cfg.pool, len(set(labeled) & set(unlabeled)) / len(labeled)
-    assert pools == {train_fixmatch: ("union", 1), train_mixmatch: ("disjoint", 0)}
-    assert train_mixmatch.config(["--pool", "union"]).pool == "union"
+        pools[base] = cfg.pool, len(set(labeled) & set(unlabeled)) / len(labeled)
+    assert pools == {"fixmatch": ("union", 1), "mixmatch": ("disjoint", 0)}
+    assert config.read(["--pool", "union"], "mixmatch").pool == "union"
 
 
 # ---------------------------------------------------------------------------------------------
 # two tutorials, side by side
 
 
-def source(script):
-    return Path(script.__file__).read_text().splitlines()
-
-
 @pytest.mark.parametrize("heading", [r"    # -{20,} (.*)", r"        # (\d+)\) "])
 def test_both_tutorials_have_the_same_sections(heading):
-    found = [[m[1] for m in map(re.compile(heading).match, source(s)) if m]
-             for s in (train_fixmatch, train_mixmatch)]
-    assert found[0] == found[1] and len(found[0]) >= 5
-
-
-def test_the_tutorials_differ_in_few_lines():
-    changed = [line for line in difflib.ndiff(*map(source, (train_fixmatch, train_mixmatch)))
-               if line[0] in "+-"]
-    assert len(changed) < 130
+    sources = [Path(s.__file__).read_text() for s in (train_fixmatch, train_mixmatch)]
+    a, b = (re.findall("^" + heading, source, re.MULTILINE) for source in sources)
+    assert a == b != []

@@ -3,24 +3,25 @@
 import fcntl
 import os
 import shutil
+import zipfile
 
+import conftest
 import numpy as np
 import pytest
 import torch
+from conftest import exit_of
 
-import data
 import evaluate
-import run_folder
-import settings
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
-from scripts import bench, reproduce, torture
+from scripts import bench, full_unroll, reproduce, torture
+from support import UserError, checkpoint
 
-TINY = "--image_size 8 --batch_size 6 --eval_every 2 --iters 2 --threads 1 --device cpu "
+TINY = conftest.TINY + " --eval_every 2 --iters 2 "
 MAINS = {"fixmatch": train_fixmatch.main, "mixmatch": train_mixmatch.main,
-         "baselines": baselines.main, "evaluate": evaluate.main, "bench": bench.main,
-         "torture": torture.main, "reproduce": reproduce.main}
+         "baselines": baselines.main, "unroll": full_unroll.main, "evaluate": evaluate.main,
+         "bench": bench.main, "torture": torture.main, "reproduce": reproduce.main}
 NEW, RUN = " --out {here}/new", " --out {here}/run --resume"
 
 FLAGS = {  # flags of the training scripts: what the sentence must name
@@ -43,7 +44,7 @@ FLAGS = {  # flags of the training scripts: what the sentence must name
         "--eta nan": "--eta", "--hidden 0": "--hidden", "--attractor_input raw":
         "--attractor_input", "--pseudo_from you": "--pseudo_from", "--seed -1": "--seed",
         "--seed 99999999999": "--seed", "--dtype bfloat16": "--dtype",
-        "--dtype float8": "--dtype", "--compile --method full_unroll": "--compile",
+        "--dtype float8": "--dtype", "--method full_unroll": "--method",
         "--n_strong 0": "--n_strong", "--n_strong 99": "--n_strong", "--ra_n -1": "--ra_n",
         "--ra_m 31": "--ra_m", "--image_size 4": "--image_size",
         "--image_size 99999": "--image_size", "--resume --overwrite": "--resume",
@@ -66,6 +67,10 @@ FLAGS = {  # flags of the training scripts: what the sentence must name
         "--method darp --darp_warm 2": "--darp_warm", "--method daso --daso_td 0": "--daso_td",
         "--method crest": "--crest_anyway", "--method sar --sar_start nan": "--sar_start",
         "--method crest --crest_generations 0": "--crest_generations", "--iters 0": "--iters"},
+    "unroll": {"--compile": "--compile", "--method none": "--method",
+               "--recipe official": "--recipe", "--omega_order before": "--omega_order",
+               "--omega_every 2": "--omega_every", "--pseudo_from auto": "--pseudo_from",
+               "--iters 0": "--iters"},
 }
 FILES = {  # with the files that `here` has made
     "fixmatch": {
@@ -114,10 +119,32 @@ RUNS = {  # run folders: that of a small FixMatch run, damaged ones, one in use
                   "collect --runs {here}/nothing": "--runs", "collect --runs {here}/file":
                   "--runs", "collect --seeds 1": "--seeds", "list --runs a$b": "--runs"},
 }
-CASES = [(command, f"{TINY}{flags}{'' if '--out' in flags else NEW}", word)
-         for table in (FLAGS, FILES) for command in table for flags, word in table[command].items()]
-CASES += [(command, TINY * (command in FLAGS) + flags, word)
-          for command in RUNS for flags, word in RUNS[command].items()]
+FAST = {  # one for each way of being refused; the others are slow
+    "fixmatch": [
+        "--nonsense 3", "--iter 5", "--iters 1.5", "--lr nan", "--lr", "--tau 1.5",
+        "--method full_unroll", "--model resnet", "--dataset nothing", "--gamma_l 501",
+        "--beta 0.1 --n1 5", "--ratio 2 --n1 5", "--dtype bfloat16", "--resume --overwrite",
+        "stray", "--ra_m hard", "--dataset {here}/half.npz", "--dataset {here}/float.npz",
+        "--dataset {here}/short.npz", "--dataset {here}/good.npz", "--out {here}/run",
+        "--out {here}/file", RUN + " --seed 1", "--out {here}/busy",
+        "--out {here}/foreign --resume", "--out {here}/misfit --resume",
+        "--out {here}/partless --resume", "--out {here}/lost --resume"],
+    "mixmatch": ["--tau 0.9", RUN],
+    "baselines": ["--base supervised --method darp", "--method crest"],
+    "unroll": ["--compile"], "evaluate": ["{here}/nothing", "{here}/misfit"],
+    "bench": ["--rounds 0"], "torture": ["--kills 0"], "reproduce": ["sing"]}
+
+
+def cases():
+    """[(command, flags, word that the sentence must have)], marked and named."""
+    found = []
+    for table in (FLAGS, FILES, RUNS):
+        for command, flags, word in ((c, f, w) for c in table for f, w in table[c].items()):
+            line = flags if table is RUNS else flags + NEW * ("--out" not in flags)
+            line = TINY + line if command in FLAGS else line
+            slow = () if flags in FAST[command] else pytest.mark.slow
+            found.append(pytest.param(command, line, word, marks=slow, id=f"{command} {flags}"))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +154,7 @@ def here(tmp_path_factory):
     make_datasets(folder)
     (folder / "file").write_text("not a folder")
     train_fixmatch.main([*TINY.split(), "--out", str(folder / "run")])
-    run_folder.lock(folder / "elsewhere")                    # let go of the run's folder
+    checkpoint.lock(folder / "elsewhere")                    # let go of the run's folder
     state = torch.load(folder / "run/last.pt", weights_only=True)
     weights = {k: v[..., :1] for k, v in state["model"].items()}
     for name, content in {
@@ -150,7 +177,9 @@ def here(tmp_path_factory):
 
 def make_datasets(folder):
     g = np.random.default_rng(0)
-    images = lambda n, side=8: g.integers(0, 256, (n, side, side, 3), dtype=np.uint8)  # noqa: E731
+
+    def images(n, side=8):
+        return g.integers(0, 256, (n, side, side, 3), dtype=np.uint8)
     good = dict(x_train=images(12), y_train=np.arange(12) % 3, x_test=images(6),
                 y_test=np.arange(6) % 3)
     for name, change in {
@@ -174,34 +203,37 @@ def disk(folder):
             for f in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("command,flags,word", CASES, ids=[" ".join(c[:2]).replace(TINY, "")
-                                                           for c in CASES])
+@pytest.mark.parametrize("command,flags,word", cases())
 def test_wrong_input(here, command, flags, word, capsys, monkeypatch):
     monkeypatch.chdir(here)                                  # a default folder would show up too
     before = disk(here)
-    with pytest.raises(SystemExit) as end:
-        settings.exit_cleanly(lambda: MAINS[command](flags.format(here=here).split()),
-                              data.DataError)
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
+    code, err = exit_of(MAINS[command], flags.format(here=here).split(), capsys)
+    assert code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
     assert word.format(here=here) in err, err
     assert disk(here) == before
 
 
-def test_how_many():
-    assert len(CASES) >= 60 and {c[0] for c in CASES} == set(MAINS)
+@pytest.mark.parametrize("command,flags,cause", [
+    ("fixmatch", "--out {here}/misfit --resume", RuntimeError),
+    ("evaluate", "{here}/misfit", RuntimeError),
+    ("fixmatch", "--dataset {here}/half.npz", zipfile.BadZipFile),
+    ("fixmatch", "--out {here}/file", OSError),
+    ("fixmatch", "--out {here}/busy", OSError)])
+def test_the_sentence_keeps_its_cause(here, command, flags, cause, monkeypatch):
+    monkeypatch.chdir(here)
+    argv = (TINY * (command == "fixmatch") + flags).format(here=here).split()
+    with pytest.raises(UserError) as error:
+        MAINS[command](argv)
+    assert isinstance(error.value.__cause__, cause)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there(capsys):
-    with pytest.raises(SystemExit) as end:
-        settings.exit_cleanly(lambda: train_fixmatch.main(["--device", "cuda"]))
-    assert end.value.code == 2 and "--device cuda" in capsys.readouterr().err
+    code, err = exit_of(train_fixmatch.main, ["--device", "cuda"], capsys)
+    assert code == 2 and "--device cuda" in err
 
 
-def test_a_batch_that_processes_cannot_share(capsys, monkeypatch):
+def test_a_batch_that_ranks_cannot_share(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as end:
-        settings.exit_cleanly(lambda: train_fixmatch.main(["--batch_size", "6"]))
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and "--batch_size 6" in err and "4 processes" in err
+    code, err = exit_of(train_fixmatch.main, ["--batch_size", "6"], capsys)
+    assert code == 2 and "--batch_size 6" in err and "4 processes" in err

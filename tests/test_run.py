@@ -1,0 +1,158 @@
+"""The bookkeeping of a run: averages for the log, the guard against NaN, stop signals."""
+import math
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from support import UserError, distributed
+from support.run import Averages, NaNGuard, Run, StopSignal
+
+# ---------------------------------------------------------------------------------------------
+# averages
+
+
+def batches(count, size=6):
+    """What a step hands to Averages.add, some steps without an omega step; labels may be -1."""
+    g = np.random.default_rng(0)
+    for step in range(count):
+        batch = dict(y_u=g.integers(3, size=size), mask=g.integers(2, size=size).astype("float32"),
+                     true_u=g.integers(-1, 3, size=size),
+                     loss_x=np.float32(g.random()), loss_u=np.float32(g.random()))
+        if step % 2:
+            batch |= dict(loss_bal=np.float32(g.random()), omega_grad=np.float32(g.random()))
+        yield batch
+
+
+def add(averages, batch):
+    averages.add(**{k: torch.from_numpy(np.asarray(v)) for k, v in batch.items()},
+                 loss=torch.tensor(9.0))
+
+
+def expected_means(seen):
+    def column(name):
+        return np.mean([batch[name] for batch in seen if name in batch])
+    mask, y_u, true_u = (np.concatenate([b[k] for b in seen]) for k in ("mask", "y_u", "true_u"))
+    counted = (mask == 1) & (true_u >= 0)
+    return {"loss_x": column("loss_x"), "loss_u": column("loss_u"), "mask_rate": mask.mean(),
+            "pseudo_acc": (y_u == true_u)[counted].mean(), "loss_bal": column("loss_bal"),
+            "omega_grad": column("omega_grad")}
+
+
+def test_averages_against_numpy():
+    averages, seen = Averages("cpu"), list(batches(7))
+    for batch in seen:
+        add(averages, batch)
+    assert averages.means() == pytest.approx(expected_means(seen))
+    averages.reset()
+    assert all(math.isnan(value) for value in averages.means().values())
+    add(averages, seen[0])                                   # no omega step since the reset
+    assert math.isnan(averages.means()["loss_bal"]) and averages.means()["loss_x"] > 0
+
+
+def test_averages_of_several_ranks_are_reduced_only_for_the_log(monkeypatch):
+    """Two ranks in one process. There is no process group, so that any message would fail."""
+    monkeypatch.setattr(distributed, "size", lambda: 2)
+    ranks, seen = [Averages("cpu"), Averages("cpu")], list(batches(8))
+    for step in range(0, 8, 2):                              # step by step, one batch for each
+        for averages, batch in zip(ranks, seen[step:step + 2], strict=True):
+            batch |= {k: v for k, v in seen[step + 1].items() if k in ("loss_bal", "omega_grad")}
+            add(averages, batch)
+            averages.means()                                 # the status line: local values
+
+    def mean_over_ranks(tensors):
+        sums, = tensors
+        assert any(sums is averages.sums for averages in ranks)
+        return [(ranks[0].sums + ranks[1].sums) / 2]
+    for averages in ranks:
+        assert averages.means(mean_over_ranks) == pytest.approx(expected_means(seen))
+
+
+def test_averages_of_another_number_of_ranks_are_restored_as_their_mean(monkeypatch):
+    sums = torch.arange(24.0).view(2, 2, 6)
+    averages = Averages("cpu")
+    averages.load_state_dict({"sums": sums})
+    assert torch.equal(averages.sums, (sums[0] + sums[1]) / 2)
+    monkeypatch.setattr(distributed, "size", lambda: 2)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    averages.load_state_dict({"sums": sums})                 # the same number: each its own
+    assert torch.equal(averages.sums, sums[1])
+
+
+def test_rows_of_all_ranks_and_back(monkeypatch):
+    """join_ranks: part after part, in a part rank after rank; local_rows undoes it."""
+    parts = [torch.arange(6).view(2, 3), torch.arange(10, 14).view(2, 2)]      # [rank] of each part
+    monkeypatch.setattr(distributed, "all_gather", lambda x: {3: parts[0], 2: parts[1]}[len(x)]
+                        .flatten())
+    for rank in range(2):
+        run = SimpleNamespace(rank=rank, size=2)
+        local = [part[rank] for part in parts]
+        whole = Run.join_ranks(run, *local)
+        assert whole.tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13]
+        assert torch.equal(Run.local_rows(run, whole, 3, 2), torch.cat(local))
+
+
+# ---------------------------------------------------------------------------------------------
+# losses and weights that are not finite
+
+
+def losses(x, u):
+    return {"loss_x": torch.tensor(x), "loss_u": torch.tensor(u)}
+
+
+def test_guard_names_the_iteration_and_the_losses():
+    guard = NaNGuard()
+    guard.pending.append((0, losses(1.0, 2.0)))
+    assert not guard.flush()
+    guard.pending.append((1, losses(1.0, math.nan)))
+    assert guard.flush()
+    with pytest.raises(UserError, match="iteration 1 is not finite .*loss_u nan"):
+        guard.fail()
+
+
+def test_guard_on_a_device_that_is_not_waited_for():
+    """There losses pile up until something is saved; the first bad one is named."""
+    guard = NaNGuard()
+    for step in range(5, 10):
+        guard.pending.append((step, losses(math.inf if step >= 7 else 1.0, 1.0)))
+    with pytest.raises(UserError, match="iteration 7"):
+        guard.check(10)
+
+
+def test_guard_of_a_rank_that_has_seen_nothing_bad(monkeypatch):
+    guard = NaNGuard()
+    guard.pending.append((0, losses(1.0, 1.0)))
+    monkeypatch.setattr(distributed, "any_rank", lambda condition: (True,))
+    with pytest.raises(UserError, match="not finite on another rank"):
+        guard.check(1)
+
+
+def test_guard_refuses_weights_that_are_not_finite():
+    guard, module = NaNGuard(), torch.nn.BatchNorm2d(2)
+    guard.check(3, module)
+    for tensor in (module.weight, module.running_var):
+        with torch.no_grad():
+            tensor[0] = math.nan
+        with pytest.raises(UserError, match="weights are not finite after iteration 3"):
+            guard.check(3, module)
+        with torch.no_grad():
+            tensor[0] = 1
+
+
+# ---------------------------------------------------------------------------------------------
+# signals
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_signal_ends_the_process_unless_torchrun_may_send_several(monkeypatch, ranks):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    before, stop = signal.getsignal(signal.SIGTERM), StopSignal()
+    try:
+        signal.signal(signal.SIGTERM, stop.request)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested and not StopSignal.requested
+        assert signal.getsignal(signal.SIGTERM) == (signal.SIG_DFL if ranks == 1 else stop.request)
+    finally:
+        signal.signal(signal.SIGTERM, before)
