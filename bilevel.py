@@ -60,7 +60,12 @@ def remember(params, optimizer, t, kind="adam"):
 
 
 def update(s, g):
-    """The parameter after one step with gradient g, as a differentiable function of g.  Eq. 4"""
+    """The parameter after one step with gradient g, as a differentiable function of g.  Eq. 4
+
+    Adam is torch's, which makes the real step. The released code adds eps before the bias
+    correction, which makes it 1 / sqrt(1 - beta2^t) times as large: 32 times at the first step,
+    and dL_bal/domega, there proportional to eps, with it.
+    """
     if s.kind == "sgd":
         return s.param - s.lr * g
     beta1, beta2 = s.betas

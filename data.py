@@ -9,21 +9,19 @@ No files (support/readers.py), no augmentation (support/augment.py), no networks
 """
 import zlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import floor
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from support import UserError, readers
+from support import UserError, config, readers
 from support.distributed import rank0_first
+from support.shapes import SHAPES, draw_shape
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
 STL10 = "airplane bird car cat deer dog horse monkey ship truck".split()
-# Head and tail are pairs of look-alikes (disk and ring, square and frame, ...): what a biased
-# classifier does to a rare class is to call it by the name of its common twin.
-SHAPES = "disk square cross bars triangle diamond stripes saltire frame ring".split()
 BUILT_IN = {  # class names (None: the archive tells), mean and standard deviation per channel
     "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
     "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
@@ -57,11 +55,17 @@ class Dataset:
     def num_classes(self):
         return len(self.names)
 
+    @cached_property
+    def fingerprint(self):
+        """Tells these data from others, on any device; computed once."""
+        return readers.fingerprint(self.images, self.labels, self.test_images, self.test_labels,
+                                   self.names)
+
     @property
     def info(self):
-        """What one has to know to use a trained network without the dataset."""
+        """What one has to know to use a trained network without the dataset, or to recognise it."""
         return {"names": self.names, "mean": self.mean, "std": self.std,
-                "size": tuple(self.images.shape[2:])}
+                "size": tuple(self.images.shape[2:]), "fingerprint": self.fingerprint}
 
     def to(self, device):
         for part in ("images", "test_images", "test_labels"):
@@ -87,17 +91,24 @@ class Dataset:
 def load_split(cfg, device):
     """The dataset on the device, and the indices of its labeled and of its unlabeled images."""
     dataset = rank0_first(lambda: load(cfg.dataset, cfg.data_dir, cfg.image_size)).to(device)
-    return dataset, *split(dataset, cfg)
+    index_l, index_u = split(dataset, cfg)
+    check_effect(dataset, cfg, index_u)
+    return dataset, index_l, index_u
 
 
-def load(name, data_dir="data", image_size=None):
-    """One of BUILT_IN (an .npz in data_dir, else torchvision's reader), a path.npz or a folder."""
-    archive = Path(data_dir) / f"{name}.npz"
+def load(name, data_dir=readers.DATA_DIR, image_size=None, download=True, cwd=""):
+    """One of BUILT_IN (an .npz in data_dir, else torchvision's reader), a path.npz or a folder.
+
+    download: an archive may be downloaded and unpacked. cwd: relative paths that lead nowhere from
+    here start there, in the folder from which a finished run was started.
+    """
+    name = name if name in BUILT_IN else readers.resolve(name, cwd)
+    archive = Path(readers.resolve(data_dir, cwd)) / f"{name}.npz"
     if name == "synthetic":
         arrays = synthetic(image_size or 16)
     elif name in BUILT_IN:
         arrays = (readers.read_npz(archive) if archive.exists()
-                  else readers.read_archive(name, data_dir))
+                  else readers.read_archive(name, archive.parent, download))
     elif name.endswith(".npz"):
         arrays = readers.read_npz(name)
     elif Path(name).is_dir():
@@ -136,22 +147,14 @@ def names_and_colours(name, arrays, images):
     pictures on file: on 256 of them)."""
     num_classes = int(arrays["y_train"].max()) + 1
     names, mean, std = BUILT_IN.get(name, (None, None, None))
-    names = [str(n) for n in names or arrays.get("names", map("class {}".format,
-                                                              range(num_classes)))]
-    if len(names) != num_classes or num_classes < 2:
-        raise UserError(f"--dataset {name}: there are {len(names)} class names, but the labels go "
-                        f"from 0 to {num_classes - 1}; at least two classes are needed")
+    names = list(names or arrays.get("names") or map("class {}".format, range(num_classes)))
+    readers.check_names(names, num_classes, name)
     if mean is None:
         x = arrays["x_train"]                                                  # (N, H, W, 3)
         if x.dtype == object:
             some = np.unique(np.linspace(0, len(x) - 1, 256).astype(int))
             x = images[some].permute(0, 2, 3, 1).numpy()
-        share = np.stack([np.bincount(x[..., c].ravel(), minlength=256) for c in range(3)])
-        share = share / share.sum(1, keepdims=True)               # (3, 256) of each grey level
-        level = np.arange(256) / 255
-        mean = share @ level
-        std = np.sqrt((share * (level - mean[:, None]) ** 2).sum(1)).clip(1e-3)
-        mean, std = tuple(mean.tolist()), tuple(std.tolist())
+        mean, std = readers.colours(x)
     return names, mean, std
 
 
@@ -162,30 +165,6 @@ def synthetic(size=16, per_class=1000, per_class_test=100):
         return x, np.repeat(np.arange(10), n)
     (x, y), (x_test, y_test) = images(per_class, "train"), images(per_class_test, "test")
     return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test}
-
-
-def draw_shape(shape, n, size, g):
-    """n images (n, size, size, 3) uint8 of one shape."""
-    def uniform(lo, hi, *dims):
-        return g.uniform(lo, hi, (n, *(dims or (1, 1))))
-    v, u = np.mgrid[-1:1:size * 1j, -1:1:size * 1j]                       # rows, columns
-    u, v = u - uniform(-.35, .35), v - uniform(-.35, .35)                 # place   (n, size, size)
-    tilt, scale = uniform(-.4, .4), uniform(.5, .75)                     # radians; half-width
-    u, v = ((u * np.cos(tilt) + v * np.sin(tilt)) / scale,
-            (v * np.cos(tilt) - u * np.sin(tilt)) / scale)
-    r, box, a, b = np.hypot(u, v), np.maximum(abs(u), abs(v)), abs(u + v) / 1.4, abs(u - v) / 1.4
-    # How far outside the shape a point is, in units of its half-width; negative inside.
-    outside = [r - 1, box - .9, np.maximum(np.minimum(abs(u), abs(v)) - .3, box - 1),
-               np.maximum(abs(abs(v) - .6) - .25, box - .95),
-               np.maximum(abs(u) * 1.7 - v - .8, v - .8), abs(u) + abs(v) - 1.15,
-               np.maximum(abs(v - .7 * np.round(v / .7)) - .18, box - .95),
-               np.maximum(np.minimum(a, b) - .3, r - 1.2), abs(box - .65) - .3,
-               abs(r - .68) - .34][shape]
-    ink = np.clip(.5 - outside * scale * size / 2, 0, 1)[..., None]       # soft edge of one pixel
-    ground, colour = uniform(.15, .85, 1, 1, 3), uniform(-.4, .4, 1, 1, 3)
-    colour += .2 * np.sign(colour.sum(-1, keepdims=True))                # some contrast for all
-    x = ground + ink * colour + g.normal(0, .14, (n, size, size, 3))
-    return (x.clip(0, 1) * 255).astype(np.uint8)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -255,6 +234,27 @@ def split(dataset, cfg):
         labeled.append(members[:n])
         unlabeled.append(members[0 if cfg.pool == "union" else n:])
     return np.concatenate(labeled), np.concatenate(unlabeled)
+
+
+EFFECT = {"reverse_u": "it turns round an unlabeled set that --m1 and --gamma_u (above 1) make",
+          "imbalance": "it acts on what --gamma_l or --gamma_u (above 1) make of three classes",
+          "split": "it chooses among labeled images, and all of them are used"}
+
+
+def check_effect(dataset, cfg, index_u):
+    """Refuse flags that change nothing, for the run would be recorded as what it is not, and flags
+    that would drop the unlabeled images of the data without a word."""
+    counts, own = wanted_counts(dataset, cfg), np.flatnonzero(dataset.labels < 0)
+    if not np.isin(own, index_u).all():
+        flag = "--ratio" if cfg.ratio is not None else "--gamma_u"
+        raise UserError(f"{flag} would leave out the {len(own)} unlabeled images of --dataset "
+                        f"{cfg.dataset}; leave it out, or remove x_unlabeled (folder unlabeled)")
+    default = {"reverse_u": False, "imbalance": "long"} | config.RECIPES[cfg.recipe]
+    for flag, reason in EFFECT.items():
+        plain = wanted_counts(dataset, type(cfg)(**vars(cfg) | {flag: default[flag]}))
+        idle = counts == (None, None) if flag == "split" else counts == plain
+        if getattr(cfg, flag) != default[flag] and idle:
+            raise UserError(f"--{flag} changes nothing here: {reason}; leave it out")
 
 
 def draw_members(dataset, cfg, k, n, m=0):

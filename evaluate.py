@@ -2,6 +2,7 @@
 
     python evaluate.py runs/a runs/b         the runs side by side; a folder knows its own data
     python evaluate.py runs/a_s0 runs/a_s1   seeds of one setting become mean and deviation
+    python evaluate.py runs/b_s0 runs/b_s1 --unfinished            even if they are not finished
     python evaluate.py runs/a --pseudo       and how good the pseudo-labels are
     python evaluate.py runs/a --test longtail --gamma_t 10         on an imbalanced test set
     python evaluate.py runs/a --predict PATH --csv out.csv         label pictures
@@ -22,7 +23,7 @@ import data
 import models
 from attractor import BiasAttractor
 from baselines.methods import METHODS
-from support import UserError, checkpoint, config, readers, report
+from support import UserError, checkpoint, checks, config, readers, report
 from support.augment import Normalise
 
 # ---------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def on_test_set(predict, dataset, normalise, attractor=None):
     return columns
 
 
-def mean_of_last(history, n=20):
+def mean_of_last(history, n=report.LAST):
     """`metrics` averaged over the last n evaluations (rows of log.csv): the reported number.
 
     The mean of the GMs, not the GM of the mean recalls.
@@ -133,8 +134,8 @@ def pseudo_labels(logits, labels, tau):
 
 
 @lru_cache(2)                                        # runs side by side mostly share their data
-def load_data(name, data_dir, image_size):
-    return data.load(name, data_dir, image_size)
+def load_data(name, data_dir, image_size, cwd):
+    return data.load(name, data_dir, image_size, download=False, cwd=cwd)
 
 
 def load_run(folder, device="cpu"):
@@ -144,33 +145,39 @@ def load_run(folder, device="cpu"):
     if state is None:
         raise UserError(f"{folder} holds no run (there is no last.pt); name a folder that a "
                         f"training script wrote")
-    cfg = Namespace(**state["config"])
+    cfg = Namespace(**check_flags(state, folder))
     num_classes = len(cfg.dataset_info["names"])
     model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
     predict, judged, attractor = model, state["history"], None
     if "method" in state:                             # a run of baselines/train.py
-        method = method_of(cfg, folder)
+        method = METHODS[cfg.base][cfg.method]
         method.heads(model)
         predict, judged = partial(method.predict, model), method.judged(judged, cfg)
     elif cfg.method != "none":
         attractor = BiasAttractor(num_classes, cfg.hidden, cfg.attractor_input).to(device)
-    try:
-        model.load_state_dict(state["ema"])
-        if attractor is not None:
-            attractor.load_state_dict(state["attractor"])
-    except RuntimeError as error:                     # names or shapes
-        raise UserError(f"{folder}: the weights in its checkpoint do not fit its flags; the run is "
-                        f"damaged, train it again") from error
+    checkpoint.load_part(folder, state, "ema", model)
+    if attractor is not None:
+        checkpoint.load_part(folder, state, "attractor", attractor)
     model.to(device, memory_format=torch.channels_last).eval()
-    return FinishedRun(folder, cfg, state["history"], judged, model, predict, attractor, device)
+    return FinishedRun(folder, cfg, state["history"], judged, model,
+                       checks.finite(predict, folder), attractor, device)
 
 
-def method_of(cfg, folder):
-    """The class of a comparison method."""
-    if cfg.method not in METHODS[cfg.base]:
-        raise UserError(f"{folder}: --method {cfg.method} is not in baselines/methods.py, which "
-                        f"says how its network predicts; add it there")
-    return METHODS[cfg.base][cfg.method]
+def check_flags(state, folder):
+    """The configuration in a checkpoint, after a check by the flags of the script that wrote it."""
+    saved, base, method = state["config"], *map(state["config"].get, ("base", "method"))
+    if "method" not in state:                         # a run of a tutorial
+        groups = [config.l2ac_flags, config.BASE_FLAGS.get(base)]
+    elif method in METHODS.get(base, ()):
+        groups = [config.BASE_FLAGS[base], METHODS[base][method].flags]
+    else:
+        raise UserError(f"{folder}: --method {method} is not in baselines/methods.py, which says "
+                        f"how its network predicts; add it there")
+    wrong = checks.wrong_flag(saved, config.parser("", *groups)) if groups[-1] else "--base"
+    if wrong:
+        raise UserError(f"{folder}: {wrong} in its checkpoint is missing or has an impossible "
+                        f"value; it is damaged or of another version, use that one or train again")
+    return saved
 
 
 class FinishedRun:
@@ -184,7 +191,9 @@ class FinishedRun:
     @cached_property
     def dataset(self):
         cfg = self.cfg
-        return load_data(cfg.dataset, cfg.data_dir, cfg.image_size).to(self.device)
+        loaded = load_data(cfg.dataset, cfg.data_dir, cfg.image_size, cfg.cwd)
+        checkpoint.check_data(vars(cfg), loaded.info, self.folder)
+        return loaded.to(self.device)
 
     @cached_property
     def split(self):
@@ -222,8 +231,8 @@ class FinishedRun:
     @cached_property
     def reported(self):
         """The mean of the last 20 evaluations: the number that stands in tables."""
-        if not self.judged:
-            return self.last
+        if not self.judged:                           # none yet that counts
+            return {key: self.last[key] for key in report.REPORTED}
         result = mean_of_last(self.judged)
         return result | thirds(result["recall"], self.counts(self.split[0]))
 
@@ -244,7 +253,7 @@ class FinishedRun:
         return pseudo_labels(self.of_training(self.predict, index), labels, tau)
 
     def numbers(self, pseudo=False):
-        return ({"mean_of_last_20": self.reported, "last": self.last}
+        return ({"mean_of_last": self.reported, "last": self.last}
                 | ({"pseudo": self.pseudo} if pseudo else {}))
 
 
@@ -270,29 +279,16 @@ def choose_test(labels, num_classes, kind, gamma, seed):
     return [i for m, n in zip(members, counts, strict=True) for i in m[:n]]
 
 
-def judge_on(folder, kind, gamma, seed):
-    """(folder, {class name: test images}, metrics) of the last checkpoint on such a test set."""
-    run = load_run(folder)
+def judge_on(run, kind, gamma_t, seed):
+    """({class name: test images}, metrics) of the last checkpoint on such a test set."""
     dataset, predicted = run.dataset, run.test_scores.argmax(1)
-    index = choose_test(dataset.test_labels.numpy(), dataset.num_classes, kind, gamma, seed)
+    index = choose_test(dataset.test_labels.numpy(), dataset.num_classes, kind, gamma_t, seed)
     confusion = confusion_matrix(dataset.test_labels[index], predicted[index], dataset.num_classes)
-    counts = dict(zip(dataset.names, confusion.sum(1).tolist(), strict=True))
-    return folder, counts, metrics(confusion)
+    return dict(zip(dataset.names, confusion.sum(1).tolist(), strict=True)), metrics(confusion)
 
 
-def print_imbalanced(folders, kind, gamma, seed, as_json):
-    judged = [judge_on(folder, kind, gamma, seed) for folder in folders]
-    if as_json:
-        return print(checkpoint.to_json({f: {"counts": counts} | m for f, counts, m in judged}))
-    print(f"last checkpoint, {kind} test set: "
-          + ", ".join(f"{name} {n}" for name, n in judged[0][1].items()))
-    for folder, _, m in judged:
-        print(f"bACC {m['bacc']:6.2f}  GM {m['gm']:6.2f}  ACC {m['acc']:6.2f}  {folder}")
-
-
-def predict_pictures(folder, path, out):
+def predict_pictures(run, path, out):
     """Write file, label, probability of each picture at `path`, by the run's averaged network."""
-    run = load_run(folder)
     info = run.cfg.dataset_info
     files, images = readers.read_unknown(path, info["size"])
     normalise = Normalise(info["mean"], info["std"])
@@ -305,32 +301,33 @@ def predict_pictures(folder, path, out):
 
 
 def main(argv=None):
-    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
     add = p.add_argument
     add("runs", nargs="+", help="run folders; seeds of one setting are folded into one column")
+    add("--unfinished", action="store_true", help="fold seeds that are not finished, too")
     add("--pseudo", action="store_true", help="also judge the pseudo-labels of the unlabeled set, "
         "made by the EMA model from images without augmentation (needs their true labels)")
     add("--json", action="store_true", help="the numbers as JSON instead of a table")
     add("--markdown", action="store_true", help="the table in Markdown")
     add("--test", choices=("longtail", "reversed", "random"),
         help="the last checkpoints on an imbalanced test set")
-    add("--gamma_t", type=config.number(float, 1), default=10, help="its imbalance (default: 10)")
-    add("--seed", type=config.number(int, 0), default=0,
-        help="which images are in it (default: 0)")
+    add("--gamma_t", type=config.number(float, 1), help="its imbalance (default: 10)")
+    add("--seed", type=config.number(int, 0), help="which images are in it (default: 0)")
     add("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz file with "
         "images x: a label and its probability for each")
     add("--csv", metavar="FILE", help="write the table to a file as well; with --predict the "
         "predictions (default: the screen)")
     args = p.parse_args(argv)
-    if args.predict:
-        if len(args.runs) > 1:
-            p.error("--predict takes one run at a time")
-        return predict_pictures(args.runs[0], args.predict, args.csv)
-    if args.test:
-        return print_imbalanced(args.runs, args.test, args.gamma_t, args.seed, args.json)
-    groups = report.grouped([load_run(folder) for folder in args.runs])
+    mode, runs = report.check_flags(p, args), report.load(args.runs, load_run)
+    if mode == "--predict":
+        return predict_pictures(runs[0], args.predict, args.csv)
+    if mode == "--test":
+        made = dict(kind=args.test, gamma_t=args.gamma_t or 10, seed=args.seed or 0)
+        judged = {str(run.folder): judge_on(run, **made) for run in runs}
+        return report.print_imbalanced(judged, made, args.json)
+    groups = report.grouped(runs, args.unfinished)
     names, numbers = groups[0].runs[0].dataset.names, lambda run: run.numbers(args.pseudo)
-    if args.csv:
+    if args.csv is not None:
         report.write_csv(args.csv, groups, numbers, names)
     if args.json:
         return print(checkpoint.to_json(report.as_dict(groups, numbers, names)))

@@ -34,14 +34,16 @@ class Unit(nn.Module):
     """Pre-activation residual unit: BN, act, conv, BN, act, conv, plus the shortcut.
 
     first:  the very first unit; its shortcut sees the activated tensor too.
-    quirk:  the released L2AC code's first unit of stages 2 and 3: the activated tensor is computed
-            and not used, the raw one goes into the convolution. Their first BN is dead: left out.
+    quirk:  the released L2AC code's wiring, which differs in units that change the channels. There
+            the activated tensor is not used except by the very first unit; the raw one goes into
+            the convolution, and the first BN is dead: left out. At width 1 the very first unit
+            keeps its channels, so it is a unit like the others: its shortcut is the raw tensor.
     """
 
     def __init__(self, c_in, c_out, stride, momentum, first=False, quirk=False):
         super().__init__()
-        self.first = first
-        self.bn1 = None if quirk else Norm(c_in, momentum)
+        self.first = first and not (quirk and c_in == c_out)
+        self.bn1 = None if quirk and c_in != c_out and not first else Norm(c_in, momentum)
         self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
         self.bn2 = Norm(c_out, momentum)
         self.conv2 = nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
@@ -65,8 +67,7 @@ class WideResNet(nn.Module):
         for s in range(3):
             for u in range(units):
                 c_in, stride = (widths[s], 1 if s == 0 else 2) if u == 0 else (widths[s + 1], 1)
-                stages.append(Unit(c_in, widths[s + 1], stride, bn_momentum,
-                                   first=s == u == 0, quirk=quirk and s > 0 and u == 0))
+                stages.append(Unit(c_in, widths[s + 1], stride, bn_momentum, s == u == 0, quirk))
         self.stages = nn.Sequential(*stages)
         self.bn = Norm(widths[3], bn_momentum)
         self.classifier = nn.Linear(widths[3], num_classes)

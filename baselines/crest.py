@@ -111,18 +111,18 @@ class CReST(Method):
     def after_epoch(self, done):
         if done not in self.milestones:
             return
-        predicted, confidence = self.predict_unlabeled()
-        adopted = select(predicted, confidence, shares(self.counts))
-        adopted[np.isin(self.ctx.index_u, self.ctx.index_l)] = -1     # --pool union: labeled
-        self.adopted.copy_(torch.from_numpy(adopted))
+        # --pool union: images that have a label are not ranked, or they would use up the shares
+        new = np.flatnonzero(~np.isin(self.ctx.index_u, self.ctx.index_l))
+        labels = select(*self.predict_unlabeled(self.ctx.index_u[new]), shares(self.counts))
+        self.adopted[torch.from_numpy(new)] = torch.from_numpy(labels).to(self.adopted.device)
         self.generation += 1
         self.restart()
         self.make_stream()
 
     @torch.no_grad()
-    def predict_unlabeled(self):
-        """The EMA's class and confidence (N,) for all unlabeled images, without augmentation."""
-        ctx, chunks = self.ctx, np.array_split(self.ctx.index_u, len(self.ctx.index_u) // 500 + 1)
+    def predict_unlabeled(self, index):
+        """The EMA's class and confidence (N,) for images (N,), without augmentation."""
+        ctx, chunks = self.ctx, np.array_split(index, len(index) // 500 + 1)
         p = torch.cat([ctx.ema.model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1)
                        for c in chunks])                                       # (N, K)
         confidence, predicted = p.max(1)

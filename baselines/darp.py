@@ -8,6 +8,9 @@ nu_k per class. Newton's method solves for all classes at once.
 
 The target counts t follow the labeled proportions, or (--darp_estimate) an estimate from the
 confusion matrix of a classifier that was trained on part of the labels.
+
+Labels are refined from --darp_warm = 0.4 of the run on, a share that short runs have too: from
+iteration 100,000 of 250,000. The official code's "epoch > 200" of 500 means iteration 100,500.
 """
 import numpy as np
 import torch

@@ -9,6 +9,8 @@ predicted, the larger the weight of q for images that the linear classifier assi
     v_k = m_k^(1/T_d) / max_j m_j^(1/T_d)         m: histogram of the last window of pseudo-labels
     L += mean H(q, softmax_k(cos(z_s, c_k) / 0.05))    z_s: strong views
 
+The queue's features are those of the EMA in eval mode. The official code leaves it in train mode,
+so that they depend on the batch and the pass changes the EMA's running statistics.
 The default of T_d depends on whether gamma_l = gamma_u, so it uses knowledge of the unlabeled set.
 """
 import torch

@@ -174,7 +174,11 @@ class CRT(Method):
             self.freeze()
 
     def supervised_loss(self, logits, target, step):
-        return weighted_cross_entropy(logits, target, self.weights if self.second_stage else None)
+        """In the second stage the mean of w_y H over the batch. LDAM divides by the batch's sum of
+        weights; that is largest where rare classes are, so here they would lose their share."""
+        if not self.second_stage:
+            return F.cross_entropy(logits, target)
+        return (self.weights[target] * F.cross_entropy(logits, target, reduction="none")).mean()
 
     @staticmethod
     def judged(history, cfg):

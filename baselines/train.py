@@ -26,18 +26,6 @@ from train_fixmatch import fixmatch_loss
 from train_mixmatch import draw_mix, mixmatch_loss, mixup, sharpen
 
 
-def pseudolabel_flags(p):
-    add = p.add_argument_group("pseudo-labels").add_argument
-    add("--tau", type=config.number(float, 0, 1),
-        help="confidence from which a pseudo-label counts *")
-    add("--lambda_u", type=config.number(float, 0), default=1.0,
-        help="weight of the unlabeled loss after its ramp (default: 1)")
-
-
-BASE_FLAGS = {"supervised": lambda p: None, "pseudolabel": pseudolabel_flags,
-              "fixmatch": config.fixmatch_flags, "mixmatch": config.mixmatch_flags}
-
-
 def configure(argv=None, own=None):
     """(cfg, class of the method). The flags depend on base and method: these two are read first.
 
@@ -56,7 +44,7 @@ def configure(argv=None, own=None):
         p.error(f"--method {chosen.method} is not one of --base {chosen.base}, which has "
                 f"{', '.join(methods[chosen.base])}")
     method = methods[chosen.base][chosen.method]
-    BASE_FLAGS[chosen.base](p)
+    config.BASE_FLAGS[chosen.base](p)
     method.flags(p)
     cfg = config.resolve(p, argv, chosen.base)
     method.check(cfg)

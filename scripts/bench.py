@@ -244,7 +244,7 @@ def cost_table(args, r):
 
 
 def main(argv=None):
-    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
     p.add_argument("--model", default="wrn-28-2")
     p.add_argument("--batch_size", type=config.number(int, 2), default=64)
     p.add_argument("--image_size", type=config.number(int, 8, 1024), default=32)

@@ -78,7 +78,7 @@ def measure_folder(args, count, scratch):
 
 
 def main(argv=None):
-    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
     p.add_argument("--counts", type=config.number(int, 100), nargs="+", default=[2000, 20000])
     p.add_argument("--side", type=config.number(int, 8), default=64, help="of a picture on file")
     p.add_argument("--model", default="wrn-16-2")

@@ -2,76 +2,83 @@
 
 `python -m scripts.reproduce collect` copies the numbers of finished runs to results/<scale>/, one
 file per run. From there it writes results/table_<N>.csv and the Markdown between `<!-- table N -->`
-and `<!-- end -->` in the README: a clone without runs collects the same tables.
+and `<!-- end -->` in the README: a clone without runs collects the same tables. Everything is read
+and checked (scripts/finished.py) before the first file is written.
 """
 import csv
 import io
-import json
 import re
 import statistics
+import sys
 from collections import defaultdict
 from pathlib import Path
 
-from scripts import tables
-from scripts.tables import BENCH, DOUBTS, SCALES, TEST_SETS, test_set_file
+from scripts import finished, tables
+from scripts.tables import BENCH, DOUBTS, SCALES
 from support import UserError, checkpoint
 
 ROOT = Path(__file__).parent.parent
-RUN = re.compile(r"(.+)_s(\d+)")                          # name and seed of a run folder
+RUN = re.compile(r"(.+)_s(0|[1-9][0-9]*)")                # name and seed of a run folder
 
 
-def copy_results(runs, results):
-    """Copy the numbers of finished runs of the tables to results/<scale>/."""
-    names = {cell.name for cells in tables.TABLES.values() for cell in cells}
-    for path in sorted(p for s in SCALES for p in Path(runs).glob(f"{s}/*/result.json")):
-        run = RUN.fullmatch(path.parent.name)
-        if run and run[1] in names:
-            target = results / path.parent.parent.name / f"{path.parent.name}.json"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            result = read_json(path)
-            result["tests"] = tests_of(path.parent) or tests_before(target, result)
-            result["last"] = last_evaluation(path.parent)
-            checkpoint.write_json(target, result)
+def warn(sentence):
+    print(sentence, file=sys.stderr)
+
+
+def command_of(scale, name):
+    """The command that a run of this name has to come from; None if no cell has that name."""
+    run = RUN.fullmatch(name)
+    cells = (cell for cells in tables.TABLES.values() for cell in cells)
+    cell = run and next((cell for cell in cells if cell.name == run[1]), None)
+    return cell and cell.command(scale, int(run[2]))
+
+
+def new_results(runs, results):
+    """{file of results/: content} of the finished runs of the tables."""
+    found = {}
+    for folder in sorted(p for scale in SCALES for p in Path(runs).glob(f"{scale}/*/")):
+        scale, name = folder.parent.name, folder.name
+        command = command_of(scale, name)
+        if not command:
+            continue
+        if not (folder / "result.json").exists():
+            warn(f"{folder} is not finished and left out; `run` continues it")
+            continue
+        target, result = results / scale / f"{name}.json", finished.read_run(folder, command)
+        tests, stale = finished.read_tests(folder)
+        for file in stale:
+            warn(f"{file} is older than the run beside it and left out; `run` makes it again")
+        found[target] = result | {"tests": tests_before(target, result) | tests}
     if (Path(runs) / BENCH).exists():
-        checkpoint.write_json(results / BENCH, read_json(Path(runs) / BENCH))
-
-
-def read_json(path):
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged; delete it and run its command again") from error
-
-
-def last_evaluation(folder):
-    """bACC and GM at the end of the run; the reported ones are means of 20 evaluations."""
-    with open(folder / "log.csv") as file:
-        *_, row = csv.DictReader(file)
-    return {key: float(row[key]) for key in ("bacc", "gm")}
-
-
-def tests_of(folder):
-    """{kind: numbers} on the imbalanced test sets, unless they are older than the checkpoint."""
-    files = {kind: test_set_file(folder, kind) for kind in TEST_SETS.values()}
-    return {kind: next(iter(read_json(file).values())) for kind, file in files.items()
-            if file.exists() and file.stat().st_mtime_ns >= (folder / "last.pt").stat().st_mtime_ns}
+        found[results / BENCH] = finished.check_bench(Path(runs) / BENCH)
+    return found
 
 
 def tests_before(target, result):
-    """The same from results/, where it already holds this very run."""
-    old = read_json(target) if target.exists() else {}
+    """Numbers on imbalanced test sets in results/, where it already holds this very run."""
+    old = finished.read_json(target) if target.exists() else {}
     same = all(old.get(key) == result[key] for key in ("bacc", "gm"))
     return old.get("tests", {}) if same else {}
 
 
-def read_results(results):
-    """{(scale, name of the run): {seed: result}}; ("bench", ""): seconds from bench.json."""
-    found = defaultdict(dict)
-    for path in sorted(p for scale in SCALES for p in results.glob(f"{scale}/*.json")):
+def read_results(results, new=None):
+    """{(scale, name of the run): {seed: result}}; ("bench", ""): seconds from bench.json.
+
+    new: {file: content} that takes the place of what the files hold
+    """
+    found, new = defaultdict(dict), new or {}
+    there = {p for scale in SCALES for p in results.glob(f"{scale}/*.json")} | new.keys()
+    for path in sorted(there - {results / BENCH}):
+        scale, command = path.parent.name, command_of(path.parent.name, path.stem)
+        if not command:
+            warn(f"{path} belongs to no cell of the tables and is left out")
+            continue
+        result = new[path] if path in new else finished.read_json(path)
+        finished.check_copy(path, result, finished.configuration(command))
         name, seed = RUN.fullmatch(path.stem).groups()
-        found[path.parent.name, name][int(seed)] = read_json(path)
-    if (results / BENCH).exists():
-        found["bench", ""] = read_json(results / BENCH)
+        found[scale, name][int(seed)] = result
+    if results / BENCH in new or (results / BENCH).exists():
+        found["bench", ""] = new.get(results / BENCH) or finished.check_bench(results / BENCH)
     return found
 
 
@@ -174,13 +181,19 @@ def block(number):
 
 
 def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
-    copy_results(runs, results)
-    found, text = read_results(results), readme.read_text()
+    new = new_results(runs, results)
+    found, text = read_results(results, new), finished.read_text(readme)
+    files = {path: checkpoint.to_json(content) for path, content in new.items()}
     for number in tables.TABLES:
-        checkpoint.write(results / f"table_{number}.csv", as_csv(number, found).encode())
-        table = markdown(number, found)
-        begin, end = block(number).search(text).span(2)
-        text = f"{text[:begin]}{table}\n{text[end:]}"
-    checkpoint.write(readme, text.encode())
+        files[results / f"table_{number}.csv"] = as_csv(number, found)
+        place = block(number).search(text)
+        if not place:
+            raise UserError(f"{readme} has no place for table {number}; put the lines <!-- table "
+                            f"{number} --> and <!-- end --> there")
+        begin, end = place.span(2)
+        text = f"{text[:begin]}{markdown(number, found)}\n{text[end:]}"
+    for path, content in (files | {readme: text}).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.write(path, content.encode())
     count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
     print(f"{count} runs in {results}; the tables of {readme} are theirs")

@@ -28,7 +28,23 @@ CYCLE = [PURPLE, GREEN, YELLOW, SKY, ORANGE]
 HATCHES, DASHES = ["", "///", "..."], ["-", "--", ":"]
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
          "legend.frameon": False, "figure.dpi": 150, "figure.constrained_layout.use": True}
+SLANTED = dict(rotation=40, ha="right", rotation_mode="anchor")                # tick labels
 WIDTH = 9                                            # inches; 1350 pixels, shown at about 900
+
+
+# ---------------------------------------------------------------------------------------------
+# text that users wrote: names of classes and folders
+
+
+def plain(text):
+    """Text as it is: matplotlib would take what stands between two $ for mathematics."""
+    return text.replace("$", r"\$")
+
+
+def short(name, most=20):
+    """A class name to be drawn; of a long one the beginning and the end, which tell it apart."""
+    name = " ".join(name.split())
+    return plain(name if len(name) <= most else f"{name[:most - 8]}…{name[-7:]}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -57,12 +73,12 @@ def look_of_method(base, method):
 def looks(groups):
     """A Look per group. A name that occurs twice gets the data setting or the folder added."""
     known = [look_of_method(g.runs[0].cfg.base, g.runs[0].cfg.method) for g in groups]
-    short, colours = [name for name, _ in known], [colour for _, colour in known]
-    long = [f"{name}, {setting_of(g).title()}" for name, g in zip(short, groups, strict=True)]
+    brief, colours = [plain(name) for name, _ in known], [colour for _, colour in known]
+    long = [f"{name}, {setting_of(g).title()}" for name, g in zip(brief, groups, strict=True)]
     found = []
     for i, group in enumerate(groups):
-        full = f"{short[i]} ({group.path.name})"
-        name = next((n[i] for n in (short, long) if n.count(n[i]) == 1), full)
+        full = f"{brief[i]} ({plain(group.path.name)})"
+        name = next((n[i] for n in (brief, long) if n.count(n[i]) == 1), full)
         found.append(Look(name, colours[i], colours[:i].count(colours[i]) % 3))
     return found
 
@@ -107,7 +123,8 @@ def by_setting(groups):
 
 
 def names_of(groups):
-    return groups[0].runs[0].dataset.names
+    """Class names, as they are drawn."""
+    return [short(name) for name in groups[0].runs[0].dataset.names]
 
 
 def labeled_counts(group):
@@ -135,9 +152,8 @@ def name_classes(ax, names, below=None):
     labels = names if below is None else [
         f"{name}\n{n}" for name, n in zip(names, below, strict=True)]
     inches = ax.get_position().width * ax.get_figure().get_figwidth()
-    slanted = inches / len(labels[::step]) < 0.65
-    ax.set_xticks(range(0, len(names), step), labels[::step],
-                  **(dict(rotation=40, ha="right", rotation_mode="anchor") if slanted else {}))
+    slanted = inches / len(labels[::step]) < 0.65 or max(map(len, names)) > 12
+    ax.set_xticks(range(0, len(names), step), labels[::step], **(SLANTED if slanted else {}))
 
 
 def bars(ax, columns, looks, spreads=None):
@@ -163,14 +179,14 @@ def heat(ax, matrix, names, rows=None, cmap="Blues", low=0, high=100, form="{:.0
     matrix, rows = np.array(matrix), rows or names
     ax.imshow(matrix, cmap=cmap, vmin=low, vmax=high, aspect="auto")
     step = -(-len(names) // 25)
-    ax.set_xticks(range(0, len(names), step), names[::step], rotation=40, ha="right",
-                  rotation_mode="anchor")
+    ax.set_xticks(range(0, len(names), step), names[::step], **SLANTED)
     ax.set_yticks(range(0, len(rows), step), rows[::step])
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     for i, j in np.ndindex(*matrix.shape) if len(names) <= 20 else ():
         dark = abs(matrix[i, j] - (low + high) / 2 * (low < 0)) > 0.6 * high
-        ax.text(j, i, form.format(matrix[i, j]), ha="center", va="center", fontsize=7.5,
+        text = "–" if np.isnan(matrix[i, j]) else form.format(matrix[i, j])   # no image of class i
+        ax.text(j, i, text, ha="center", va="center", fontsize=7.5,
                 color="white" if dark else "black")
 
 

@@ -7,6 +7,7 @@ The run folders are all it needs. Seeds of one setting become mean and standard 
 something is missing for a figure (bounds, true labels, an attractor), a sentence on stderr says so
 and the other figures are drawn. The numbers are evaluate.py's.
 """
+import io
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import data
 import evaluate
 from scripts import drawing
 from scripts.training_figures import attractor, bias, curves, log_counts, losses, with_attractor
-from support import UserError, augment, config, report
+from support import UserError, augment, checkpoint, config, report
 
 # ---------------------------------------------------------------------------------------------
 # data
@@ -38,7 +39,7 @@ def distribution(groups):
         ax.set_yscale("log")
         ax.set_ylim(bottom=1)
         ax.set_title(setting.title(), loc="right")
-        drawing.name_classes(ax, run.dataset.names)
+        drawing.name_classes(ax, drawing.names_of(groups))
     axes[0].set_ylabel("images (log scale)")
     axes[0].legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
@@ -48,12 +49,15 @@ def imbalanced_tests(groups):
     """Images per class in the three test sets of `evaluate.py --test`, gamma_t 10. Fig. 6"""
     dataset = groups[0].runs[0].dataset
     labels = dataset.test_labels.cpu().numpy()
+    fewest = np.bincount(labels, minlength=dataset.num_classes).min()
+    if fewest < 10:
+        raise UserError(f"it needs 10 test images of each class, the smallest has {fewest}")
     figure, axes = drawing.panels(3, 2.4, across=3, sharey=True)
     for ax, kind in zip(axes, ("longtail", "reversed", "random"), strict=True):
         index = evaluate.choose_test(labels, dataset.num_classes, kind, 10, 0)
         ax.bar(range(dataset.num_classes), np.bincount(labels[index]), color="#5A5A5A")
         ax.set_title(kind, loc="right")
-        drawing.name_classes(ax, dataset.names)
+        drawing.name_classes(ax, drawing.names_of(groups))
     axes[0].set_ylabel("test images")
     return figure
 
@@ -62,7 +66,8 @@ def views(groups, columns=10):
     """A labeled image of each class, its weak view and two strong views."""
     run = groups[0].runs[0]
     index, labels = run.split[0], run.dataset.labels[run.split[0]]
-    classes = np.unique(np.linspace(0, run.dataset.num_classes - 1, columns).round()).astype(int)
+    known = np.unique(labels)
+    classes = known[np.unique(np.linspace(0, len(known) - 1, columns).round()).astype(int)]
     x, _ = run.dataset.take(np.array([index[labels == k][0] for k in classes]))  # (C, 3, H, W)
     n, m = (run.cfg.ra_n, run.cfg.ra_m) if run.cfg.base == "fixmatch" else (3, 4)
     rows = {"image": run.normalise(x),
@@ -73,8 +78,9 @@ def views(groups, columns=10):
     side = strip.shape[0] / len(rows)
     figure, (ax,) = drawing.panels(1, drawing.WIDTH * len(rows) / len(classes) * 0.95)
     ax.imshow(strip)
-    ax.set_xticks((np.arange(len(classes)) + 0.5) * side - 0.5,
-                  [run.dataset.names[k] for k in classes])
+    names = [drawing.names_of(groups)[k] for k in classes]
+    ax.set_xticks((np.arange(len(classes)) + 0.5) * side - 0.5, names,
+                  **(drawing.SLANTED if max(map(len, names)) > 12 else {}))
     ax.set_yticks((np.arange(len(rows)) + 0.5) * side - 0.5, rows)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -122,7 +128,8 @@ def predicted(groups):
     """Mean predicted probability of each class over the test set. Fig. 1c"""
     figure = by_class("predicted", groups, lambda run: run.last["predicted"], "mean probability, %")
     for ax in figure.axes:
-        share = np.bincount(groups[0].runs[0].dataset.test_labels.cpu())
+        share = np.bincount(groups[0].runs[0].dataset.test_labels.cpu(),
+                            minlength=len(drawing.names_of(groups)))
         ax.plot(100 * share / share.sum(), color="#333333", linestyle=":", linewidth=1,
                 label="test set")
     drawing.place_legend(figure.axes[0])
@@ -263,33 +270,48 @@ FIGURES = {f.__name__: f for f in (
 
 
 def save_figure(figure, path):
-    figure.savefig(path)
-    drawing.plt.close(figure)
+    """Drawn in memory, so that a failure leaves the file that was there."""
+    memory = io.BytesIO()
+    figure.savefig(memory, format=path.suffix[1:])
     if path.suffix == ".png":                        # 256 colours will do, for a third of the bytes
-        Image.open(path).convert("RGB").quantize(256, dither=0).save(path, optimize=True)
+        small = Image.open(memory, formats=["PNG"]).convert("RGB").quantize(256, dither=0)
+        memory = io.BytesIO()
+        small.save(memory, "PNG", optimize=True)
+    checkpoint.write(path, memory.getvalue())
+
+
+def draw(name, groups, path):
+    """Whether the figure could be drawn; if not, a sentence says what is missing."""
+    try:
+        with drawing.plt.rc_context(drawing.STYLE):
+            save_figure(FIGURES[name](groups), path)
+    except UserError as error:
+        drawing.warn(name, f"{error}; not drawn")
+        return False
+    finally:
+        drawing.plt.close("all")
+    print(path)
+    return True
 
 
 def main(argv=None):
-    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
     p.add_argument("runs", nargs="+", help="run folders")
     p.add_argument("--out", required=True, help="folder for the figures")
     p.add_argument("--format", choices=("png", "pdf", "svg"), default="png")
     p.add_argument("--only", nargs="+", choices=tuple(FIGURES), default=list(FIGURES),
                    metavar="NAME", help=f"some of {', '.join(FIGURES)}")
+    p.add_argument("--unfinished", action="store_true",
+                   help="fold seeds that are not finished, too")
     args = p.parse_args(argv)
-    groups, drawn = report.grouped([evaluate.load_run(folder) for folder in args.runs]), 0
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    for name in args.only:
-        path = Path(args.out) / f"{name}.{args.format}"
-        try:
-            with drawing.plt.rc_context(drawing.STYLE):
-                save_figure(FIGURES[name](groups), path)
-        except UserError as error:
-            drawing.warn(name, f"{error}; not drawn")
-            continue
-        print(path)
-        drawn += 1
-    return 0 if drawn else 2
+    out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        p.error(f"--out {out} is not a folder")
+    groups = report.grouped(report.load(args.runs, evaluate.load_run), args.unfinished)
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = [draw(name, groups, out / f"{name}.{args.format}")
+             for name in dict.fromkeys(args.only)]
+    return 0 if any(drawn) else 2
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     python -m scripts.reproduce collect                 results/*, and the tables of README.md
 
 Tables 1 to 8 are the paper's, `recipe` is ours; their cells are in scripts/tables.py. Finished runs
-are skipped, interrupted ones resumed. `collect` is described in scripts/collect.py.
+are skipped, interrupted ones resumed, those that another process works on waited for. A folder with
+another run than its command makes is an error. `collect` is described in scripts/collect.py.
 """
 import os
 import shlex
@@ -20,10 +21,15 @@ from threading import Lock
 
 import torch
 
-from scripts import tables
+from scripts import finished, tables
 from scripts.collect import collect
 from scripts.tables import BENCH, SCALES, test_set_file
-from support import checkpoint, config
+from support import UserError, checkpoint, config
+
+try:
+    import fcntl
+except ImportError:                                      # Windows: there a run folder is not locked
+    fcntl = None
 
 # ---------------------------------------------------------------------------------------------
 # estimated duration in hours
@@ -66,10 +72,20 @@ class Job:
     def tests(self):
         return sorted({cell.test for cell in self.cells} - {""})
 
+    def has(self, output):
+        """Whether a command of `commands` need not be called again."""
+        file = output or self.result
+        return file.exists() and (file == self.result or not finished.is_stale(file))
+
     @property
     def done(self):
-        return self.result.exists() and all(
-            test_set_file(self.folder, kind).exists() for kind in self.tests)
+        """Raises UserError where the folder holds another run, or damaged files."""
+        if not self.result.exists():
+            return False
+        if self.cell.dataset == "bench":
+            return bool(finished.check_bench(self.result))
+        finished.read_run(self.folder, self.command)
+        return self.tests == sorted(finished.read_tests(self.folder)[0].keys() & {*self.tests})
 
     def commands(self):
         """[(command, file for its output or None)]: training, then imbalanced test sets."""
@@ -102,14 +118,39 @@ def to_file(command, output):
 
 def print_commands(wanted):
     """One shell line per job, with a comment that says what it is for."""
+    left = done = 0
     for job in wanted:
         line = " && ".join(to_file(*step) for step in job.commands())
         state, cell = f"about {job.hours:.2g} h", job.cell
-        if job.done:
-            line, state = f"# {line}", "done"
+        try:
+            if job.done:
+                line, state, done = f"# {line}", "done", done + 1
+            else:
+                left += job.hours
+        except UserError as error:
+            line, state = f"# {line}", f"ERROR: {error}"
         print(f"{line}  # {state}; table {cell.table}, {cell.row.strip('*')}, {cell.column}")
-    left = sum(job.hours for job in wanted if not job.done)
-    print(f"# {len(wanted)} runs, {sum(job.done for job in wanted)} done, about {left:.3g} h left")
+    print(f"# {len(wanted)} runs, {done} done, about {left:.3g} h left")
+
+
+BUSY = "under way elsewhere"
+WAIT = 10                                                # seconds between looks at such a run
+
+
+def in_use(folder):
+    """Whether another process holds the lock of support/checkpoint.py."""
+    if not fcntl or not folder.is_dir():
+        return False
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass                                             # a file system without locks
+    finally:
+        os.close(handle)
+    return False
 
 
 class Workers:
@@ -148,12 +189,15 @@ class Workers:
                 child.terminate()                        # no effect on those that have ended
 
     def execute(self, job):
-        """Run the job's commands one after the other; the reason for a failure, '' if none."""
+        """Run the job's commands one after the other; the reason for a failure, '' if none, BUSY
+        if another process works on it."""
         slot = self.slots.get()
         try:
             for line, output in job.commands():
-                if line == job.command and job.result.exists():
-                    continue                             # trained; test sets are missing
+                if job.has(output):
+                    continue                             # e.g. trained, but test sets are missing
+                if output is None and in_use(job.folder):
+                    return BUSY
                 child = self.spawn(line, self.environment(job, slot))
                 if child is None:
                     return "stopped"
@@ -161,6 +205,8 @@ class Workers:
                 printed, errors = child.communicate()
                 if child.returncode:
                     last = (errors.strip().splitlines() or ["no message"])[-1]
+                    if child.returncode == 2 and "is in use by another process" in last:
+                        return BUSY                      # that process was a little faster
                     return f"exit code {child.returncode}: {last}"
                 if output:
                     output.parent.mkdir(parents=True, exist_ok=True)
@@ -179,14 +225,17 @@ def run_jobs(wanted, count):
     # The benchmark comes last, alone.
     for part, at_once in (([job for job in todo if job.cell.dataset != "bench"], count),
                           ([job for job in todo if job.cell.dataset == "bench"], 1)):
-        workers = Workers(at_once)
+        workers, told = Workers(at_once), set()
         with ThreadPoolExecutor(at_once) as pool:
             try:
-                futures = {pool.submit(workers.execute, job): job for job in part}
-                for future in as_completed(futures):
-                    if future.result():
-                        failed += 1
-                        print(f"failed: {futures[future].command}\n  {future.result()}", flush=True)
+                while part:
+                    part, reasons = run_once(part, workers, pool)
+                    failed += reasons
+                    for job in part:
+                        if job.command not in told:
+                            print(f"{BUSY}, waiting for it: {job.folder}", flush=True)
+                        told.add(job.command)
+                    time.sleep(WAIT if part else 0)
             except KeyboardInterrupt:
                 workers.terminate()
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -196,35 +245,52 @@ def run_jobs(wanted, count):
     return 1 if failed else 0
 
 
+def run_once(part, workers, pool):
+    """Each job once. Returns (those that another process works on, number of failures)."""
+    busy, failed = [], 0
+    futures = {pool.submit(workers.execute, job): job for job in part}
+    for future in as_completed(futures):
+        job, reason = futures[future], future.result()
+        if reason == BUSY:
+            busy.append(job)
+        elif reason:
+            failed += 1
+            print(f"failed: {job.command}\n  {reason}", flush=True)
+    return busy, failed
+
+
 def main(argv=None):
-    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
     add = p.add_argument
     add("action", choices=("list", "run", "collect"))
     names = tuple(tables.TABLES)
-    add("--table", nargs="+", choices=names, default=names, metavar="N",
+    add("--table", nargs="+", choices=names, metavar="N",
         help=f"{', '.join(names)} (default: all)")
-    add("--scale", choices=SCALES, default="mini", help="(default: mini)")
-    add("--seeds", nargs="+", type=config.number(int, 0, 2**31), default=[0], help="(default: 0)")
-    add("--jobs", type=config.number(int, 1, 1024), default=1, help="jobs at a time (default: 1)")
-    add("--runs", default="runs", help="folder of the run folders (default: runs)")
+    add("--scale", choices=SCALES, help="(default: mini)")
+    add("--seeds", nargs="+", type=config.number(int, 0, 2**31), help="(default: 0)")
+    add("--jobs", type=config.number(int, 1, 1024), help="of `run`: jobs at a time (default: 1)")
+    add("--runs", help="folder of the run folders (default: runs)")
     args = p.parse_args(argv)
+    unused = {"collect": ("table", "scale", "seeds", "jobs"), "list": ("jobs",), "run": ()}
+    for key in unused[args.action]:
+        if getattr(args, key) is not None:
+            p.error(f"--{key} has no effect on {args.action}; leave it out")
+    runs = "runs" if args.runs is None else args.runs
+    if Path(runs).exists() and not Path(runs).is_dir():
+        p.error(f"--runs {runs} is not a folder")
     if args.action == "collect":
-        unused = [f"--{key}" for key in ("table", "scale", "seeds", "jobs")
-                  if getattr(args, key) != p.get_default(key)]
-        if unused:
-            p.error(f"collect takes all runs; leave out {unused[0]}")
-        if args.runs != p.get_default("runs") and not Path(args.runs).is_dir():
-            p.error(f"--runs {args.runs} is not a folder")
-        return collect(args.runs)
-    if args.runs != shlex.quote(args.runs):
-        p.error(f"--runs {args.runs!r}: the commands are shell lines; give a name without spaces "
+        if args.runs is not None and not Path(runs).is_dir():
+            p.error(f"--runs {runs} is not a folder")
+        return collect(runs)
+    if runs != shlex.quote(runs):
+        p.error(f"--runs {runs!r}: the commands are shell lines; give a name without spaces "
                 f"and other special characters")
-    wanted = jobs(args.table, args.scale, args.seeds, args.runs)
+    wanted = jobs(args.table or names, args.scale or "mini", args.seeds or [0], runs)
     if args.action == "list":
         return print_commands(wanted)
     for signum in (signal.SIGTERM, signal.SIGHUP):       # as Ctrl-C
         signal.signal(signum, signal.default_int_handler)
-    return run_jobs(wanted, args.jobs)
+    return run_jobs(wanted, args.jobs or 1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python -m scripts.torture --processes 2 --kills 6    under torchrun; one rank is killed
 
 The signal is SIGKILL, which a process cannot handle. It comes in turns while the program starts,
-while it trains, and while it writes a checkpoint (as soon as last.pt.tmp exists; counted as
+while it trains, and while it writes a checkpoint (as soon as last.pt.<...>.tmp exists; counted as
 half-written if that file is left behind). Every tensor of last.pt, every cell of log.csv and every
 field of result.json must be the same, except for measured times and memory: CLOCKS.
 """
@@ -46,16 +46,21 @@ def start_run(args, folder, output):
 
 def wait_for(moment, process, folder, g):
     """Return when it is time to kill, or when the run has ended by itself."""
-    settings, half = folder / "config.json", folder / "last.pt.tmp"
-    stale = written(settings), written(half)
+    settings, left = folder / "config.json", half_written(folder)
+    stale = written(settings)
     if moment != "starting":
-        while process.poll() is None and written(settings) == stale[0]:
+        while process.poll() is None and written(settings) == stale:
             time.sleep(0.01)                             # config.json is written before training
     until = time.time() + g.uniform(0, 5)
     while process.poll() is None and time.time() < until:
         time.sleep(0.001)
-    while process.poll() is None and moment == "writing" and written(half) in (None, stale[1]):
+    while process.poll() is None and moment == "writing" and half_written(folder) <= left:
         pass
+
+
+def half_written(folder):
+    """Names of the files that are to become last.pt (checkpoint.write)."""
+    return {path.name for path in folder.glob("last.pt.*.tmp")}
 
 
 def written(path):
@@ -119,7 +124,7 @@ def torture(args, folder, output):
             if process.poll() is None:
                 took = kill(args, process, g)
                 happened.update({"kills": 1, f"kills while {moment}": 1})
-                half = moment == "writing" and (run / "last.pt.tmp").exists()
+                half = moment == "writing" and bool(half_written(run))
                 happened["half-written checkpoints"] += half
                 happened["longest shutdown, s"] = max(round(took), happened["longest shutdown, s"])
                 print(f"kill {happened['kills']}: {moment}, files "
@@ -136,7 +141,7 @@ def torture(args, folder, output):
 
 
 def main(argv=None):
-    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
     p.add_argument("--kills", type=config.number(int, 1), default=20)
     p.add_argument("--script", choices=tuple(MORE), default="train_fixmatch")
     p.add_argument("--processes", type=config.number(int, 1, 8), default=1)

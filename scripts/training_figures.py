@@ -109,7 +109,7 @@ def attractor(groups):
         draw_bias_course(ax, group)
         ax.set_title(f"{look.name}, over training")
         end = np.array(group.mean(bias))
-        high = abs(end).max()
+        high = np.nanmax(abs(end))                    # NaN: a class without a test image
         drawing.heat(ax_end, np.vstack([end, log_counts(group)]), names,
                      [*names, r"$\ln N_k$, centred"], "PuOr_r", -high, high, "{:.1f}")
         ax_end.axhline(len(names) - 0.5, color="black", linewidth=1)
@@ -128,7 +128,9 @@ def draw_bias_course(ax, group):
     ax.axhline(0, color="black", linewidth=0.6)
     if len(names) > 20 or not x:
         return
-    heights = drawing.apart(values[:, -1], 0.05 * np.ptp(values))
-    for name, height, colour in zip(names, heights, colours, strict=True):
+    shown = np.flatnonzero(np.isfinite(values[:, -1]))    # not classes without a test image
+    heights = drawing.apart(values[shown, -1], 0.05 * np.ptp(values[shown]))
+    for k, height in zip(shown, heights, strict=True):
+        name, colour = names[k], colours[k]
         ax.annotate(name, (x[-1], height), (4, 0), textcoords="offset points", fontsize=7,
                     va="center", color=0.8 * colour[:3])

@@ -111,6 +111,7 @@ def draw_randaugment(shape, rng, n, m, shard):
     v = LO[op] + level / 30 * (HI - LO)[op]
     v = np.where(IN_PIXELS[op], v * min(h, w) / 32, v)
     v = np.where((FAMILY[op] == MOVE) & (rng.random(op.shape) < 0.5), -v, v)
+    # Box: in [0, 32) of 32 pixels; the released code's np.random.uniform(32) draws from (1, 32].
     centre = rng.random((2, *op.shape))
     local = slice(rank * N, (rank + 1) * N)
     return op[:, local], v[:, local], centre[:, :, local]

@@ -2,21 +2,24 @@
 
 It is locked, so that two runs never share it. Every file is written beside the old one, synced and
 renamed, so a crash or a full disk leaves what was there. A checkpoint holds tensors and plain
-Python types only; loading one never runs code.
+Python types only; loading one never runs code, and nothing in it is used unchecked (checks.py).
 """
-import contextlib
+import errno
 import io
 import json
 import os
+import re
+import secrets
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from support import UserError, distributed
+from support import UserError, checks, distributed, lacks_memory
 from support.config import FREE
 
 try:
@@ -25,7 +28,7 @@ except ImportError:                                  # Windows: there a run fold
     fcntl = None
 
 FILES = ("config.json", "log.csv", "last.pt", "prev.pt", "damaged.pt", "result.json")
-CONTENTS = {"step": int, "config": dict, "history": list, "model": dict, "ema": dict}   # of last.pt
+TEMPORARY = re.compile(rf"({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{16}}\.tmp")   # of `write`
 
 
 def find(args, folder, resizable):
@@ -87,43 +90,66 @@ def check_same_run(checkpoint, now, folder, resizable):
         if saved[key] != now[key]:
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has {saved[key]}; "
                             f"--resume continues a run with the flags it was started with")
-    if saved["dataset_info"] != now["dataset_info"]:
-        raise UserError(f"--dataset {now['dataset']} has other classes, colours or sizes than when "
-                        f"the run in {folder} began; restore it, or choose another --out")
+    check_data(saved, now["dataset_info"], folder)
     if checkpoint["step"] > now["iters"]:
         raise UserError(f"--iters is {now['iters']}, but the run in {folder} is already at "
                         f"{checkpoint['step']}; ask for more, or choose another --out")
 
 
-def versions():
-    commit = shutil.which("git") and subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
-        capture_output=True).stdout.strip()          # None or "" outside a checkout
+def check_data(config, info, folder):
+    """Refuse data other than the run's. config: the run's; info: data.Dataset.info of what is here.
+
+    Runs of older versions have no fingerprint: of them the other entries are compared.
+    """
+    then, now = json.loads(json.dumps([config["dataset_info"], info]))         # tuples become lists
+    for key in then:
+        if then[key] != now.get(key):
+            what = "images or labels" if key == "fingerprint" else key
+            raise UserError(f"--dataset {config['dataset']} (--data_dir {config['data_dir']}) is "
+                            f"not what the run in {folder} was trained on (other {what}); restore "
+                            f"the data, or train on these in another --out")
+
+
+def own_commit():
+    """Of this checkout; None where it has no .git of its own, be it inside another repository."""
+    git = Path(__file__).resolve().parent.parent / ".git"
+    if not git.exists() or not shutil.which("git"):
+        return None
+    done = subprocess.run(["git", "--git-dir", git, "rev-parse", "--short", "HEAD"], text=True,
+                          capture_output=True)
+    return done.stdout.strip() or None
+
+
+def versions(commits):
+    """commits: that which the run was started with, and those it was resumed with."""
     packages = {name: metadata.version(name) for name in ("torch", "torchvision", "numpy")}
-    return packages | {"python": sys.version.split()[0], "commit": commit,
+    return packages | {"python": sys.version.split()[0], "commit": commits[0], "commits": commits,
                        "processes": distributed.size()}
 
 
 def write(path, content, keep=None):
     """bytes, all or nothing: a reader never meets half a file, a crash leaves the old one.
 
-    The file that was there is kept under the name `keep`, if one is given.
+    The file that was there is kept under the name `keep`, if one is given. A link is replaced, and
+    never followed: mode x opens no file that is there already, under whatever name.
     """
     if distributed.rank():
         return                                       # rank 0 writes for all
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "It is not a regular file")
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if keep and path.exists():
+            os.replace(path, keep)
+        os.replace(temporary, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             temporary.unlink()                       # a full disk needs the room
         raise OSError(error.errno, error.strerror, str(path)) from None
-    if keep and path.exists():
-        os.replace(path, keep)
-    os.replace(temporary, path)
 
 
 def to_json(content):
@@ -154,48 +180,50 @@ def save_checkpoint(folder, parts, **plain):
 
 
 def restore(folder, checkpoint, parts, cfg):
-    """Put a checkpoint (or None) back into its parts; (step, seconds, history) to go on from.
-
-    Files of the folder are touched only now, after everything fits.
+    """Put a checkpoint (or None) back into its parts; (step, seconds, history, commits) to go on
+    from. Files of the folder are touched only now, after everything fits.
     """
-    step, seconds, history = 0, 0.0, []
+    step, seconds, history, commits = 0, 0.0, [], [own_commit()]
     if checkpoint:
-        check_contents(folder, checkpoint, parts)
         step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
+        before = checkpoint.get("commits", [None])
+        commits = before + [c for c in commits if c != before[-1]]
         longer = step == checkpoint["config"]["iters"] < cfg.iters
         if longer and step % cfg.eval_every:
             history.pop()                            # its last row is off the grid of this run
         for name, part in parts.items():
-            try:
-                part.load_state_dict(checkpoint[name])
-            except (RuntimeError, ValueError) as error:      # names, shapes, parameter groups
-                raise does_not_fit(folder, checkpoint, f"{name}: {error}") from error
-    distributed.broadcast_from_rank0(lambda: prepare_folder(folder, checkpoint, history, cfg))
-    return step, seconds, history
+            load_part(folder, checkpoint, name, part)
+    distributed.broadcast_from_rank0(
+        lambda: prepare_folder(folder, checkpoint, history, cfg, commits))
+    return step, seconds, history, commits
 
 
-def check_contents(folder, checkpoint, parts):
-    missing = {"step", "seconds", "history", *parts} - checkpoint.keys()
-    if missing:
-        raise does_not_fit(folder, checkpoint, f"it lacks {sorted(missing)[0]}")
+def load_part(folder, checkpoint, name, part):
+    """Restore a module, an optimizer, ... from the entry of that name, if it fits in every way."""
+    try:
+        if name not in checkpoint:
+            raise ValueError("it is missing")
+        part.load_state_dict(checks.checked(part, checkpoint[name], checkpoint["step"]))
+    except (RuntimeError, ValueError) as error:
+        if lacks_memory(error):
+            raise
+        raise UserError(f"{folder / checkpoint['file']} does not fit its flags or these data "
+                        f"({name}: {str(error).splitlines()[0]}); it is damaged, or was made by "
+                        f"another script or version: use that one, or train again in another "
+                        f"--out") from error
 
 
-def does_not_fit(folder, checkpoint, why):
-    return UserError(f"--resume: {folder / checkpoint['file']} does not fit this command or these "
-                     f"data ({why.splitlines()[0]}); call the script that made the run, or choose "
-                     f"another --out")
-
-
-def prepare_folder(folder, checkpoint, history, cfg):
+def prepare_folder(folder, checkpoint, history, cfg, commits):
     """Make the folder ready for training. That of a finished run is left as it is."""
     if checkpoint and checkpoint["step"] == cfg.iters and (folder / "result.json").exists():
         return
     try:
-        for name in FILES if cfg.overwrite else ():
+        left = [f.name for f in folder.iterdir() if TEMPORARY.fullmatch(f.name)]   # a kill left it
+        for name in (*left, *(FILES if cfg.overwrite else ())):
             (folder / name).unlink(missing_ok=True)
         if checkpoint and checkpoint["file"] == "prev.pt" and (folder / "last.pt").exists():
             os.replace(folder / "last.pt", folder / "damaged.pt")    # or it would become prev.pt
-        write_json(folder / "config.json", vars(cfg) | versions())
+        write_json(folder / "config.json", vars(cfg) | versions(commits))
         if checkpoint:
             write_log(folder, history)               # cuts off later rows
     except OSError as error:
@@ -203,20 +231,34 @@ def prepare_folder(folder, checkpoint, history, cfg):
 
 
 def load_checkpoint(folder):
-    """The newest checkpoint that can be read, or None where there is none at all."""
+    """The newest checkpoint that can be used, or None where there is none at all.
+
+    A file that cannot be read is not a damaged one: that ends the program, and nothing is changed.
+    """
     problems = []
-    for path in [folder / n for n in ("last.pt", "prev.pt") if (folder / n).exists()]:
+    for path in (folder / "last.pt", folder / "prev.pt"):
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)       # never runs code
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}), which need not mean that "
+                            f"it is damaged; make it readable and try again") from error
+        try:
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:                   # torch.load raises a dozen kinds
+            if lacks_memory(error):
+                raise
             problems.append(f"{path} cannot be used ({type(error).__name__})")
             continue
-        if isinstance(state, dict) and all(isinstance(state.get(key), kind)
-                                           for key, kind in CONTENTS.items()):
-            for problem in problems:
-                print(f"WARNING: {problem}; falling back to {path}", file=sys.stderr)
+        problem = checks.flaw(state)
+        if problem is None:
+            for text in problems:
+                print(f"WARNING: {text}; falling back to {path}", file=sys.stderr)
             return state | {"file": path.name}
-        problems.append(f"{path} cannot be used (it is not a checkpoint of this project)")
+        problems.append(f"{path} cannot be used (it is no checkpoint of this project: {problem})")
     if problems:
         raise UserError(f"{' and '.join(problems)}; the run has to start again, in another --out "
                         f"or with --overwrite")

@@ -4,12 +4,14 @@ a program ends after a user error.
 import argparse
 import math
 import os
+import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from support import UserError, distributed
+from support import UserError, discard_output, distributed, explain, prepare_streams
 
 # ---------------------------------------------------------------------------------------------
 # defaults: later tables win over earlier ones, a flag on the command line wins over all
@@ -22,7 +24,9 @@ DATASETS = {  # an own dataset (any other name): taken as it is
     "synthetic": dict(n1=500, m1=500, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "cifar10": dict(n1=1500, m1=3000, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "cifar100": dict(n1=150, m1=300, gamma_l=10, gamma_u=10, attractor_input="l2"),
-    "stl10": dict(n1=450, gamma_l=10, attractor_input="softmax"),     # its own unlabeled images
+    # Its own unlabeled images. Shrunk before RandAugment: translations and boxes, in pixels, are
+    # three times as large beside the image as they would be at the original 96 px.
+    "stl10": dict(n1=450, gamma_l=10, attractor_input="softmax"),
     # 300 epochs, once through both sets each. The random crop that the paper makes of a picture is
     # augment.py's, of the whole picture squeezed to 224 px. BatchNorm is torchvision's.
     "sun397": dict(ratio=2, model="resnet34", image_size=224, batch_size=128, batch_size_u=256,
@@ -47,26 +51,23 @@ RECIPES = {  # what the paper's text says, what its released code does
 NAMED = ("dataset", "method", "gamma_l", "gamma_u", "reverse_u", "imbalance", "beta", "scale",
          "recipe", "seed")
 FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir",
-        "dataset_info")
+        "dataset_info", "cwd")
+OF_THE_MACHINE = ("out", "device", "threads", "compile", "data_dir", "cwd")  # may differ by rank
 
 
 def read(argv, base, doc=""):
     """The configuration of a training script of FixMatch or MixMatch with L2AC."""
-    base_flags = {"fixmatch": fixmatch_flags, "mixmatch": mixmatch_flags}[base]
-    return resolve(parser(doc, l2ac_flags, base_flags), argv, base)
+    return resolve(parser(doc, l2ac_flags, BASE_FLAGS[base]), argv, base)
 
 
 def resolve(parser, argv, base):
     """The flags of a command line, complete: those that were not given get their defaults."""
     given = parser.parse_args(argv)
     args = fill_defaults(given, base)
-    for key in ("batch_size", "batch_size_u"):
-        if getattr(args, key) % distributed.size():
-            raise UserError(f"--{key} {getattr(args, key)} cannot be shared equally by the "
-                            f"{distributed.size()} processes; choose a multiple of their number")
     if args.out is None:
         plain = vars(parser.parse_args([])) | {key: getattr(given, key) for key in NAMED}
         args.out = default_out(args, fill_defaults(argparse.Namespace(**plain), base))
+    args.cwd = os.getcwd()                           # what relative paths start from
     return args
 
 
@@ -141,6 +142,11 @@ def default_out(args, plain):
 # flags
 
 
+def title(doc):
+    """The first paragraph of a module's docstring; `python -OO` has taken those away."""
+    return (doc or "").split("\n\n")[0]
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one sentence instead of the usage text and a sentence."""
 
@@ -148,14 +154,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-def number(kind, low, high=math.inf, word=None):
-    """An argparse type: int or float within [low, high], or the given word."""
+LARGE = 10**6       # more images in a batch, or neurons in the attractor, are a slip of the finger
+
+
+def number(kind, low, high=math.inf, word=None, above=False):
+    """An argparse type: int or float within [low, high], or the given word. above: low is out."""
     def parse(text):
         if text == word:
             return word
         value = kind(text)
-        if not low <= value <= high or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        if not low <= value <= high or value == math.inf or above and value == low:
+            raise argparse.ArgumentTypeError(f"{text} is not in {'(' if above else '['}{low}, "
+                                             f"{high}]")
         return value
     parse.__name__ = kind.__name__          # argparse names it when the text is no number at all
     return parse
@@ -163,9 +173,9 @@ def number(kind, low, high=math.inf, word=None):
 
 def parser(doc, *groups):
     """The flags that all training scripts share, and those that the functions `groups` add."""
-    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = Parser(description=doc or "", formatter_class=argparse.RawDescriptionHelpFormatter,
                allow_abbrev=False, usage="%(prog)s [--flag value ...]", epilog=describe_defaults())
-    whole, real, switch = number(int, 1), number(float, 0), argparse.BooleanOptionalAction
+    whole, real, switch = number(int, 1, 10**12), number(float, 0), argparse.BooleanOptionalAction
 
     add = p.add_argument_group("data").add_argument
     add("--dataset", default="synthetic", metavar="NAME",
@@ -179,10 +189,10 @@ def parser(doc, *groups):
         help="long tail (default), or half of the classes rare")
     add("--n1", type=whole, help="labeled images of the first class *")
     add("--m1", type=whole, help="unlabeled images of the first class *")
-    add("--beta", type=number(float, 0, 1), help="label-ratio study: n1 is this fraction of the "
-        "first class, m1 the rest; counts are rounded half up, to at least 1")
-    add("--ratio", type=number(float, 0), help="M_k / N_k: every class keeps its size and is "
-        "divided alike, in place of n1, m1 and the gammas *")
+    add("--beta", type=number(float, 0, 1, above=True), help="label-ratio study: n1 is this "
+        "fraction of the first class, m1 the rest; counts are rounded half up, to at least 1")
+    add("--ratio", type=number(float, 1e-6), help="M_k / N_k: every class keeps its size "
+        "and is divided alike, in place of n1, m1 and the gammas *")
     add("--split", choices=("random", "first"),
         help="images drawn by seed, or the first of each class **")
     add("--pool", choices=("disjoint", "union"),
@@ -193,8 +203,9 @@ def parser(doc, *groups):
 
     add = p.add_argument_group("optimisation").add_argument
     add("--iters", type=whole, help="updates of theta and phi *")
-    add("--batch_size", type=number(int, 2), help="labeled and balanced images each *")
-    add("--batch_size_u", type=number(int, 2), help="unlabeled images (default: batch_size) *")
+    batch = number(int, 2, LARGE)
+    add("--batch_size", type=batch, help="labeled and balanced images each *")
+    add("--batch_size_u", type=batch, help="unlabeled images (default: batch_size) *")
     add("--lr", type=real, help="learning rate of theta's and phi's Adam *")
     add("--weight_decay", type=real, help="weights shrink by lr times this after each step *")
     add("--ema", type=number(float, 0, 1), help="decay of the averaged weights *")
@@ -242,7 +253,7 @@ def l2ac_flags(p):
         "the linear classifier, the adaptive one, or the latter iff gamma_l = gamma_u **")
     add("--eta", type=real, help="learning rate of omega's Adam; where omega is trained jointly "
         "(attractor, single_level) it has --lr *")
-    add("--hidden", type=whole, help="width of the attractor *")
+    add("--hidden", type=number(int, 1, LARGE), help="width of the attractor *")
 
 
 def fixmatch_flags(p):
@@ -265,6 +276,17 @@ def mixmatch_flags(p):
         help="mixup coefficient from Beta(alpha, alpha) (default: 0.75)")
     add("--lambda_u", type=number(float, 0), default=75.0,
         help="weight of the unlabeled loss at the end of the run (default: 75)")
+
+
+def pseudolabel_flags(p):
+    add = p.add_argument_group("pseudo-labels").add_argument
+    add("--tau", type=number(float, 0, 1), help="confidence from which a pseudo-label counts *")
+    add("--lambda_u", type=number(float, 0), default=1.0,
+        help="weight of the unlabeled loss after its ramp (default: 1)")
+
+
+BASE_FLAGS = {"supervised": lambda p: None, "pseudolabel": pseudolabel_flags,
+              "fixmatch": fixmatch_flags, "mixmatch": mixmatch_flags}
 
 
 def describe_defaults():
@@ -290,30 +312,32 @@ def pick_device(args):
     if args.dtype == "bfloat16" and name != "cuda":
         raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
     args.device, args.threads = name, torch.get_num_threads()        # resolved, for config.json
-    several = name == "cuda" and distributed.size() > 1
-    return torch.device(name, int(os.environ["LOCAL_RANK"]) if several else None)
+    return distributed.local_device(name)
 
 
 def exit_cleanly(main):
-    """Run a script's main: user errors become one sentence on stderr and exit code 2.
-
-    Programming errors keep their traceback.
+    """Run a script's main: what the user or the machine is to blame for becomes one sentence on
+    stderr and exit code 2. Programming errors keep their traceback.
     """
+    prepare_streams()
     try:
         status = main()
         distributed.stop()
+        sys.stdout.flush()                           # while what it raises can still be met
         sys.exit(status)
     except BrokenPipeError:                          # `... | head` closed our output
+        discard_output()
         sys.exit(1)
-    except UserError as error:
-        if distributed.rank() and not isinstance(error, distributed.LostPeer):
-            sys.exit(2)                              # all ranks met it, rank 0 reports it
-        sentence = str(error)
-    except torch.OutOfMemoryError:
-        sentence = "the device has too little memory; lower --batch_size or take a smaller --model"
-    except OSError as error:                         # disk full, no permission, ...
-        if error.errno is None:                      # raised by code, not by the system
+    except KeyboardInterrupt:                        # of a program that has nothing to save
+        sys.exit(130)
+    except Exception as error:
+        sentence = explain(error)
+        if sentence is None:
             raise
-        sentence = f"{error.strerror} ({error.filename}); what was saved before is intact"
-    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+        if distributed.rank() and getattr(error, "common", False):
+            sys.exit(2)                              # all ranks met it, rank 0 reports it
+    discard_output()
+    sentence = re.sub(r"[\x00-\x1f\x7f]", lambda c: repr(c[0])[1:-1], sentence)     # in file names
+    with suppress(OSError):                          # nobody listens
+        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(2)

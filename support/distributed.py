@@ -19,36 +19,90 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from support import UserError
+from support import UserError, explain, lacks_memory
 
 TIMEOUT = timedelta(seconds=60)      # a rank that is silent for longer is taken for dead
 host_group = None                    # all ranks over gloo, for work that does not involve a GPU
 
 
-class LostPeer(UserError):
-    """This rank is well, another one is not. The only user error that every rank reports."""
+class PeerError(UserError):
+    """What ails another rank. Every rank reports it, for each may have a terminal of its own."""
 
 
+def environment():
+    """(rank, size) as torchrun has put them into the environment; (0, 1) if it has not."""
+    size = variable("WORLD_SIZE", 1, default=1)
+    rank = variable("RANK", 0, size - 1, default=0 if size == 1 else None)
+    if size > 1:
+        variable("MASTER_PORT", 1, 65535)
+        if not os.environ.get("MASTER_ADDR"):
+            raise UserError("MASTER_ADDR is not set in the environment, but WORLD_SIZE is; start "
+                            "several processes with torchrun, a single one without WORLD_SIZE")
+    return rank, size
+
+
+def variable(name, low, high=2**20, default=None):
+    """A whole number from the environment."""
+    text = os.environ.get(name, default)
+    try:
+        if low <= int(text) <= high:
+            return int(text)
+    except (TypeError, ValueError):
+        pass
+    raise UserError(f"{name} is {text!r} in the environment, not a whole number from {low} to "
+                    f"{high}; start several processes with torchrun, a single one without "
+                    f"WORLD_SIZE and RANK")
+
+
+def local_device(kind):
+    """The GPU of this rank."""
+    _, size = environment()
+    several = kind == "cuda" and size > 1
+    return torch.device(kind, variable("LOCAL_RANK", 0, torch.cuda.device_count() - 1)
+                        if several else None)
+
+
+# By the process group, not by the environment: that of a program which has not joined one, such as
+# evaluate.py, may well be a rank's.
 def rank():
-    return int(os.environ.get("RANK", 0)) if size() > 1 else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def size():
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def start(device):
     """Join the process group. Returns (rank, size)."""
-    if size() > 1 and not dist.is_initialized():
+    number, ranks = environment()
+    if ranks > 1 and not dist.is_initialized():
         if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        if rank():
+            torch.cuda.set_device(device)
+        if number:
             sys.stdout = open(os.devnull, "w")               # only rank 0 prints
-        with peer_errors():
+        with peer_errors(number, ranks):
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
             global host_group
             host_group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
     return rank(), size()
+
+
+def agree(values, differ=()):
+    """Raise on every rank unless all have the same values {name: value}, except those in `differ`.
+
+    Ranks that torchrun starts have one command; those that are started by hand may not.
+    """
+    if size() == 1:
+        return
+    everyone = [None] * size()
+    with peer_errors():
+        dist.all_gather_object(everyone, values, group=host_group)
+    for name in sorted(set().union(*everyone) - set(differ)):
+        for other, theirs in enumerate(everyone):
+            if theirs.get(name) != everyone[0].get(name):
+                raise PeerError(f"rank {other} has another {name} ({str(theirs.get(name))[:80]}) "
+                                f"than rank 0 ({str(everyone[0].get(name))[:80]}); start all "
+                                f"processes with the same command and the same data")
 
 
 def stop():
@@ -57,15 +111,20 @@ def stop():
 
 
 @contextmanager
-def peer_errors():
-    """Around every collective: what it raises when another rank has died becomes one sentence."""
+def peer_errors(number=None, ranks=None):
+    """Around every collective: what it raises when another rank has died becomes one sentence.
+
+    number, ranks: rank and size, where there is no process group yet
+    """
     try:
         yield
     except RuntimeError as error:                            # gloo has no class of its own for it
-        raise LostPeer(
-            f"rank {rank()} of {size()}: another process of this run is dead or was silent for "
-            f"{TIMEOUT.seconds} s ({str(error).splitlines()[0][:120]}); what was saved before is "
-            f"intact, start all of them again with --resume") from error
+        if lacks_memory(error):
+            raise
+        raise PeerError(
+            f"rank {number or rank()} of {ranks or size()}: another process of this run is dead or "
+            f"was silent for {TIMEOUT.seconds} s ({str(error).splitlines()[0][:120]}); what was "
+            f"saved before is intact, start all of them again with --resume") from error
 
 
 def local_slice(batch, rank, size):
@@ -117,6 +176,7 @@ def broadcast_from_rank0(function):
             box[0] = function()
         except Exception as error:
             box[1] = error
+            error.common = True                              # rank 0 reports it for all
     with peer_errors():
         dist.broadcast_object_list(box, group=host_group)
     if box[1] is not None:
@@ -124,11 +184,32 @@ def broadcast_from_rank0(function):
     return box[0]
 
 
+def everywhere(function):
+    """function() on every rank. What it raises on one ends all of them, with the same sentence."""
+    if size() == 1:
+        return function()
+    result, error, sentences = None, None, [None] * size()
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    sentence = error and (explain(error) or f"{type(error).__name__}: {error}")
+    with peer_errors():
+        dist.all_gather_object(sentences, sentence, group=host_group)
+    if error is not None and (explain(error) is None or len(set(sentences)) == 1):
+        error.common = explain(error) is not None            # a mistake keeps its traceback
+        raise error
+    for other, sentence in enumerate(sentences):
+        if sentence is not None:
+            raise PeerError(f"rank {other}: {sentence}") from error
+    return result
+
+
 def rank0_first(function):
     """function() on every rank, rank 0 ahead of the others: they find what it has downloaded."""
     ahead = []
     broadcast_from_rank0(lambda: ahead.append(function()))
-    return ahead[0] if ahead else function()
+    return everywhere(lambda: ahead[0] if ahead else function())
 
 
 def any_rank(*conditions):

@@ -3,61 +3,81 @@
 A reader returns a dict of x_train, y_train, x_test, y_test and, where there are any, x_unlabeled
 and names. x is an array of images (N, H, W, 3) uint8 or, for folders, an object array of N paths,
 which `open_images` decodes into memory if they fit and otherwise when they are needed.
-Which images are labeled and in which order they come is data.py's business.
+What comes from a file is checked here, before anything is computed from it. Which images are
+labeled and in which order they come is data.py's business.
 """
+import hashlib
 import os
 import pickle
 import tarfile
-import zipfile
 import zlib
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 from torchvision import datasets
 
 from support import UserError
+from support.pictures import Pictures, Skipped, as_paths, list_classes, list_pictures
 
 MEMORY = 2**30       # bytes: pictures that take more than this once decoded stay files
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz",
             "stl10": "stl10_binary.tar.gz", "sun397": "SUN397.tar.gz"}
 # No network, a read-only folder; a file that is torn, mixed up or of another kind.
 BROKEN_ARCHIVE = (OSError, RuntimeError, EOFError, KeyError, ValueError, tarfile.TarError,
                   pickle.UnpicklingError, zlib.error)
-POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "pictures")      # PIL releases the GIL
+DATA_DIR = "data"    # the default folder of archives, the only one that is made unasked
+
+
+def resolve(path, cwd):
+    """A path that leads nowhere from here starts in cwd."""
+    there = Path(cwd, path)
+    return str(there) if not Path(path).exists() and there.exists() else path
+
 
 # ---------------------------------------------------------------------------------------------
 # .npz files and archives
 
 
 def read_npz(path):
-    """x_train (N, H, W, 3) uint8 (grey: (N, H, W) or (N, H, W, 1)), y_train (N,), x_test, y_test,
-    optional x_unlabeled, names."""
-    arrays = load_npz(path, "--dataset")
-    missing = [k for k in ("x_train", "y_train", "x_test", "y_test") if k not in arrays]
-    if missing:
-        raise UserError(f"--dataset: {path} lacks the array {missing[0]}; "
-                        f"readers.read_npz says what it must hold")
+    """x_train (N, H, W, 3) uint8 (grey: (N, H, W) or (N, H, W, 1)), y_train (N,) class numbers
+    from 0, x_test, y_test, optional x_unlabeled, names (K,) str."""
+    arrays = load_npz(path, "--dataset", ("x_train", "y_train", "x_test", "y_test"),
+                      ("x_unlabeled", "names"))
     for key in [k for k in arrays if k.startswith("x_")]:
         arrays[key] = check_images(arrays[key], f"--dataset: {key} in {path}")
         if arrays[key].shape[1:] != arrays["x_train"].shape[1:]:
             raise UserError(f"--dataset: {key} in {path} has images of another size than x_train")
-    check_labels(arrays, path)
-    return arrays
+    if "names" in arrays:
+        names = arrays["names"]
+        if names.dtype.kind != "U" or names.ndim != 1:
+            raise UserError(f"--dataset: names in {path} is {names.dtype} {names.shape}, it must "
+                            f"be one str for each class")
+        arrays["names"] = names.tolist()
+    return check_labels(arrays, path)
 
 
-def load_npz(path, flag):
+def load_npz(path, flag, needed, optional=()):
+    """{name: array} of an .npz file that anybody may have written; nothing else in it is read."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {key: file[key] for key in file.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{flag}: {path} cannot be read as an .npz file ({error}); write it with "
+            arrays = {key: file[key] for key in (*needed, *optional) if key in file.files}
+            others = sorted(set(file.files) - arrays.keys())
+    except Exception as error:                # numpy and zipfile raise a dozen kinds
+        why = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise UserError(f"{flag}: {path} cannot be read as an .npz file ({why}); write it with "
                         f"numpy.savez") from error
+    for key in needed:
+        if key not in arrays:
+            raise UserError(f"{flag}: {path} lacks the array {key}; it must hold "
+                            f"{', '.join(needed)}")
+    for key, array in arrays.items():
+        if not isinstance(array, np.ndarray):                    # numpy gives other files as bytes
+            raise UserError(f"{flag}: {key} in {path} is not an array; write it with numpy.savez")
+    Skipped({"of an unknown name": others} if others else {}).tell(path)
+    return arrays
 
 
 def check_images(x, what):
@@ -73,43 +93,70 @@ def check_images(x, what):
 
 
 def check_labels(arrays, path):
+    """Before anything counts them: a counter has as many entries as the largest number says."""
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        if y.shape != (len(x),) or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
+        if y.shape != (len(x),) or y.dtype.kind not in "iu" or y.min() < 0:
             raise UserError(f"--dataset: y_{part} in {path} must be {len(x)} class numbers "
                             f"from 0, one per image, it is {y.dtype} {y.shape}")
-    if arrays["y_test"].max() > arrays["y_train"].max():
+    y_train, y_test = arrays["y_train"], arrays["y_test"]
+    if y_train.max() >= len(y_train):
+        raise UserError(f"--dataset: y_train in {path} has the class number {y_train.max()}, but "
+                        f"only {len(y_train)} images; number the classes from 0 without a gap")
+    if y_test.max() > y_train.max():
         raise UserError(f"--dataset: y_test in {path} has classes that y_train lacks")
+    arrays |= {"y_train": y_train.astype(np.int64), "y_test": y_test.astype(np.int64)}
     empty = np.flatnonzero(np.bincount(arrays["y_train"]) == 0)
     if len(empty):
         names = dict(enumerate(arrays.get("names", ())))
         raise UserError(f"--dataset: y_train in {path} has no image of class {empty[0]} "
                         f"({names.get(empty[0], 'unnamed')}); number the classes from 0 without "
                         f"a gap")
+    return arrays
 
 
-def read_archive(name, data_dir):
-    """A dataset of the paper, read and, where it is not there yet, downloaded by torchvision."""
+def check_names(names, num_classes, dataset):
+    if num_classes < 2:
+        raise UserError(f"--dataset {dataset}: there is one class only, at least two classes are "
+                        f"needed")
+    if len(names) != num_classes:
+        raise UserError(f"--dataset {dataset}: there are {len(names)} class names, but the labels "
+                        f"go from 0 to {num_classes - 1}; give one name for each class")
+    if len(set(names)) < num_classes:
+        twice = next(n for n in names if names.count(n) > 1)
+        raise UserError(f"--dataset {dataset}: two classes are called {twice!r}; give each a name "
+                        f"of its own")
+
+
+def read_archive(name, data_dir, download):
+    """A dataset of the paper by way of torchvision, which unpacks it and, where it is not there
+    yet, downloads it. download False: neither, nothing is written."""
     read = {"stl10": read_stl10, "sun397": read_sun397}.get(name, read_cifar)
     reader = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100,
               "stl10": datasets.STL10, "sun397": datasets.SUN397}[name]
+    if not Path(data_dir).is_dir() and not (download and str(data_dir) == DATA_DIR):
+        raise UserError(f"--data_dir {data_dir}: there is no such folder; correct it, or create it "
+                        f"(mkdir -p {data_dir}) and put {ARCHIVES[name]} there"
+                        + ", or have it downloaded" * download)
     try:
-        return read(reader, data_dir)
+        return read(partial(reader, download=download), data_dir)
     except BROKEN_ARCHIVE as error:
+        done = "the download failed" if download else "only training unpacks or downloads it"
         raise UserError(f"--dataset {name}: {data_dir} holds neither {name}.npz nor a complete "
-                        f"{ARCHIVES[name]}, and the download failed ({type(error).__name__}); "
+                        f"{ARCHIVES[name]}{'' if download else ', unpacked'}, and {done} "
+                        f"({type(error).__name__}); "
                         f"put one of them there (and delete what a broken one has left), or use "
                         f"--dataset synthetic, which needs no file") from error
 
 
 def read_cifar(reader, data_dir):
-    train, test = (reader(data_dir, train=t, download=True) for t in (True, False))
+    train, test = (reader(data_dir, train=t) for t in (True, False))
     return {"x_train": train.data, "y_train": np.array(train.targets),
             "x_test": test.data, "y_test": np.array(test.targets), "names": train.classes}
 
 
 def read_stl10(reader, data_dir):
-    train, test, rest = (reader(data_dir, split=s, download=True)
+    train, test, rest = (reader(data_dir, split=s)
                          for s in ("train", "test", "unlabeled"))
     x = {f"x_{k}": s.data.transpose(0, 2, 3, 1)                        # (N, 96, 96, 3), a view
          for k, s in (("train", train), ("test", test), ("unlabeled", rest))}
@@ -118,7 +165,7 @@ def read_stl10(reader, data_dir):
 
 def read_sun397(reader, data_dir):
     """All pictures; torchvision lists them in the order of the disk, here they are sorted."""
-    sun = reader(data_dir, download=True)
+    sun = reader(data_dir)
     pairs = sorted(zip(map(str, sun._image_files), sun._labels, strict=True))
     paths, labels = zip(*pairs, strict=True)
     return {"x_train": as_paths(paths), "y_train": np.array(labels), "names": sun.classes}
@@ -128,64 +175,31 @@ def read_sun397(reader, data_dir):
 # folders of pictures
 
 
-def as_paths(paths):
-    array = np.empty(len(paths), object)
-    array[:] = [str(p) for p in paths]
-    return array
-
-
-def list_pictures(path):
-    """The pictures in a folder and its subfolders, sorted; headers read, so that a file that is no
-    picture is found before anything else happens."""
-    path = Path(path)
-    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES
-                   and not p.name.startswith(".") and p.is_file()) if path.is_dir() else [path]
-    if not found:
-        raise UserError(f"{path} holds no picture ({' '.join(sorted(SUFFIXES))}); fill it or "
-                        f"remove it")
-    for _ in POOL.map(check_header, found):
-        pass
-    return found
-
-
-def check_header(path):
-    try:
-        Image.open(path).close()
-    except Exception as error:                # PIL raises a dozen kinds
-        raise broken(path, error) from error
-
-
-def broken(path, error):
-    return UserError(f"{path} cannot be read as a picture ({type(error).__name__}); remove or "
-                     f"replace it")
-
-
-def list_classes(folder):
-    """{class name: its pictures}, sorted by name."""
-    classes = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    return {p.name: list_pictures(p) for p in classes}
-
-
 def read_folder(folder):
     """train/<class>/*, test/<class>/*, optional unlabeled/*."""
-    folder = Path(folder)
+    folder, skipped = Path(folder), Skipped()
     for part in ("train", "test"):
         if not (folder / part).is_dir():
             raise UserError(f"--dataset {folder}: there is no folder {part} in it; it must hold "
                             f"train/<class>/ and test/<class>/ with pictures, unlabeled/ if you "
                             f"have some")
-    train, test = (list_classes(folder / part) for part in ("train", "test"))
+    train, test = (list_classes(folder / part, skipped) for part in ("train", "test"))
     strange = sorted(test.keys() - train.keys())
-    if strange or not test:
-        raise UserError(f"--dataset {folder}: test/{strange[0] if strange else '<class>'} has no "
-                        f"counterpart; name its folders as those in train/")
+    if strange:
+        raise UserError(f"--dataset {folder}: test/{strange[0]} has no counterpart; name its "
+                        f"folders as those in train/")
     names, arrays = list(train), {"names": list(train)}
     for part, classes in (("train", train), ("test", test)):
         arrays[f"x_{part}"] = as_paths([p for files in classes.values() for p in files])
         arrays[f"y_{part}"] = np.repeat([names.index(name) for name in classes],
                                         [len(files) for files in classes.values()])
     if (folder / "unlabeled").is_dir():
-        arrays["x_unlabeled"] = as_paths(list_pictures(folder / "unlabeled"))
+        arrays["x_unlabeled"] = as_paths(list_pictures(folder / "unlabeled", skipped))
+    others = {p.name for p in folder.iterdir()} - {"train", "test"}
+    others -= {"unlabeled"} if "x_unlabeled" in arrays else set()
+    if others:
+        skipped.add("beside train, test and unlabeled", *others)
+    skipped.tell(folder)
     return arrays
 
 
@@ -194,12 +208,12 @@ def read_unknown(path, size):
     if not Path(path).exists():
         raise UserError(f"--predict {path}: there is no such file or folder")
     if Path(path).suffix == ".npz":
-        arrays = load_npz(path, "--predict")
-        if "x" not in arrays:
-            raise UserError(f"--predict {path}: it must hold an array x of images (N, H, W, 3)")
-        x = as_tensor(check_images(arrays["x"], f"--predict: x in {path}"), size)
+        x = load_npz(path, "--predict", ("x",))["x"]
+        x = as_tensor(check_images(x, f"--predict: x in {path}"), size)
         return [str(i) for i in range(len(x))], x
-    files = as_paths(list_pictures(path))
+    skipped = Skipped()
+    files = as_paths(list_pictures(path, skipped))
+    skipped.tell(path)
     return files.tolist(), Pictures(files, size)
 
 
@@ -227,86 +241,29 @@ def as_tensor(images, size):
                       for c in chunks])
 
 
-def decode(path, size):
-    """A picture of any size and mode -> (3, H, W) uint8.
-
-    The whole picture is squeezed into the shape of the network's input, as arrays are: a centre
-    crop would keep the proportions, but may cut off what the picture shows.
-    """
-    image = to_rgb(open_picture(path, size))
-    image = image.resize(size[::-1], Image.Resampling.BILINEAR)            # antialiased; (W, H)
-    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
-
-
-def open_picture(path, size):
-    try:
-        with Image.open(path) as image:
-            image.draft(None, size[::-1])     # a large JPEG is shrunk while it is being decoded
-            return ImageOps.exif_transpose(image)
-    except Exception as error:                # PIL raises a dozen kinds
-        raise broken(path, error) from error
+def colours(x):
+    """(mean, std) of each channel of images (N, H, W, 3) uint8, in [0, 1]."""
+    share = np.stack([np.bincount(x[..., c].ravel(), minlength=256) for c in range(3)])
+    share = share / share.sum(1, keepdims=True)               # (3, 256) of each grey level
+    level = np.arange(256) / 255
+    mean = share @ level
+    std = np.sqrt((share * (level - mean[:, None]) ** 2).sum(1)).clip(1e-3)
+    return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def to_rgb(image):
-    """More than 8 bits are scaled down (PIL would clip them); what is transparent becomes white."""
-    if image.mode[0] in "IF":                 # 16 bits, or floats from 0 to 1
-        levels = np.asarray(image, np.float64) * (255 if image.mode == "F" else 1 / 257)
-        image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
-class Pictures:
-    """Files in the guise of a uint8 tensor (N, 3, H, W), decoded by background threads.
-
-    `expect(index)` begins, `[index]` collects; what was not expected is decoded then. At most
-    `capacity` pictures are held, which bounds the memory: collected ones go first, then the oldest.
-    """
-
-    def __init__(self, paths, size):
-        self.paths, self.size, self.device = paths, size or (32, 32), torch.device("cpu")
-        self.shape = (len(paths), 3, *self.size)
-        self.begun, self.capacity = OrderedDict(), 0           # index -> future; next to go first
-
-    def __len__(self):
-        return len(self.paths)
-
-    def to(self, device):
-        self.device = torch.device(device)
-        return self
-
-    def expect(self, index, batches=6):
-        """index (B,). batches: now and next of three streams, of this size or less."""
-        self.capacity = max(self.capacity, batches * len(index))
-        for i in index.tolist():
-            if i not in self.begun:
-                self.begun[i] = POOL.submit(decode, self.paths[i], self.size)
-            self.begun.move_to_end(i)
-        while len(self.begun) > self.capacity:
-            self.begun.popitem(last=False)[1].cancel()
-
-    def __getitem__(self, index):
-        index = np.arange(len(self))[index]
-        self.expect(index, batches=1)
-        rows = torch.from_numpy(np.stack([self.begun[i].result() for i in index.tolist()]))
-        for i in index.tolist():
-            self.begun.move_to_end(i, last=False)
-        if self.device.type == "cuda":
-            rows = rows.pin_memory()          # so that the copy does not wait for the GPU's queue
-        return rows.to(self.device, non_blocking=self.device.type == "cuda")
-
-    def split(self, size):
-        """As torch's, but one after the other, the next one being decoded meanwhile."""
-        chunks = np.split(np.arange(len(self)), range(size, len(self), size))
-        for now, following in zip(chunks, [*chunks[1:], chunks[-1]], strict=True):
-            self.expect(now, batches=2)
-            self.expect(following, batches=2)
-            yield self[now]
-
-    def in_memory(self):
-        whole = torch.empty(self.shape, dtype=torch.uint8)
-        for place, chunk in zip(whole.split(1000), self.split(1000), strict=True):
-            place.copy_(chunk)
-        return whole
+def fingerprint(*parts):
+    """A digest of images, labels and names: of arrays and tensors their contents, wherever they
+    are; of pictures on file the relative paths and sizes, for to decode all of them would take as
+    long as an epoch."""
+    digest = hashlib.blake2b(digest_size=16)
+    files = [path for part in parts if isinstance(part, Pictures) for path in part.paths]
+    root = os.path.commonpath(files) if files else ""            # they may be moved together
+    for part in parts:
+        if isinstance(part, Pictures):
+            part = [(path[len(root):], os.path.getsize(path)) for path in part.paths]
+        if isinstance(part, list):
+            part = np.frombuffer(ascii(part).encode(), np.uint8)
+        part = part.numpy(force=True) if torch.is_tensor(part) else part
+        digest.update(f"{part.dtype} {part.shape}".encode())     # where one part ends
+        digest.update(np.ascontiguousarray(part))
+    return digest.hexdigest()

@@ -7,13 +7,69 @@ import csv
 import io
 import math
 import re
+import sys
 from pathlib import Path
 
 from support import UserError, checkpoint
 from support.config import FREE
 
+LAST = 20                                            # evaluations whose mean is reported
+REPORTED = ("bacc", "gm", "acc", "recall", "head", "middle", "tail")        # keys of that mean
+USED = {  # of evaluate.py, by what it is asked for: the flags that have an effect
+    "--predict": ("csv",), "--test": ("gamma_t", "seed", "json"),
+    "the table": ("pseudo", "json", "markdown", "csv", "unfinished")}
+
+
+def check_flags(parser, args):
+    """Refuse flags of evaluate.py that would have no effect. Returns a key of USED."""
+    if args.predict is not None and args.test:
+        parser.error("--predict and --test exclude each other; give one of them")
+    asked = "--predict" if args.predict is not None else "--test" if args.test else "the table"
+    for key in dict.fromkeys(key for keys in USED.values() for key in keys):
+        value = getattr(args, key)
+        if value is not None and value is not False and key not in USED[asked]:       # --seed 0
+            where = "without --test" if asked == "the table" else f"together with {asked}"
+            parser.error(f"--{key} has no effect {where}; leave it out")
+    if args.json and args.markdown:
+        parser.error("--json and --markdown exclude each other; give one of them")
+    if asked == "--predict" and len(args.runs) > 1:
+        parser.error("--predict takes one run at a time")
+    if args.csv is not None and (Path(args.csv).is_dir() or not Path(args.csv).parent.is_dir()):
+        parser.error(f"--csv {args.csv!r} is not a file in a folder that exists")
+    return asked
+
+
 # ---------------------------------------------------------------------------------------------
 # seeds of one setting
+
+
+def load(folders, load_run):
+    """The runs of these folders, each once; says on stderr how far those are that have not ended.
+
+    load_run: evaluate.load_run
+    """
+    places = [Path(folder).resolve() for folder in folders]
+    for i, place in enumerate(places):
+        if place in places[:i]:
+            raise UserError(f"{folders[i]} is named twice; name every run once")
+    runs = [load_run(folder) for folder in folders]
+    for run in runs:
+        if not is_finished(run):
+            print(f"{run.folder}: not finished, {progress(run)}", file=sys.stderr)
+    return runs
+
+
+def iterations(run):
+    """The iterations after which a run was evaluated; the last one always is."""
+    return [row["iter"] for row in run.history]
+
+
+def is_finished(run):
+    return iterations(run)[-1:] == [run.cfg.iters]
+
+
+def progress(run):
+    return f"evaluated up to iteration {(iterations(run) or [0])[-1]:g} of {run.cfg.iters}"
 
 
 def average(values):
@@ -40,9 +96,11 @@ class Group:
 
     def __init__(self, runs):
         self.runs, first = runs, runs[0].folder
+        if first.name in ("", ".."):
+            first = first.resolve()                       # it is named by its own name
         seeds = ",".join(str(run.cfg.seed) for run in runs)
         ending = re.compile(r"_s\d+$")
-        self.path = first if len(runs) == 1 else first.with_name(
+        self.path = first if len(runs) == 1 else first.parent / (
             ending.sub(f"_s{seeds}", first.name) if ending.search(first.name)
             else f"{first.name} (seeds {seeds})")
 
@@ -55,12 +113,20 @@ class Group:
         return fold([part(run) for run in self.runs], deviation) if len(self.runs) > 1 else None
 
 
-def grouped(runs):
-    """Groups in the order of their first run. The same seed twice is not folded."""
-    if len({tuple(run.cfg.dataset_info["names"]) for run in runs}) > 1:
-        raise UserError("the runs have different classes and cannot stand side by side; name those "
-                        "of one dataset at a time")
-    free = set(FREE) - {"iters"} | {"seed"}
+def grouped(runs, unfinished=False):
+    """Groups in the order of their first run. The same seed twice is not folded.
+
+    unfinished: whether runs may be folded that have not been evaluated at the same iterations
+    """
+    first = runs[0].cfg
+    for cfg in (run.cfg for run in runs):
+        if cfg.dataset_info["names"] != first.dataset_info["names"]:
+            raise UserError("the runs have different classes and cannot stand side by side; name "
+                            "those of one dataset at a time")
+        if cfg.dataset != first.dataset and cfg.dataset_info != first.dataset_info:
+            raise UserError(f"--dataset {first.dataset} and --dataset {cfg.dataset} cannot stand "
+                            f"side by side; name the runs of one dataset at a time")
+    free = set(FREE) - {"iters", "dataset_info"} | {"seed"}
     groups = {}
     for run in runs:
         setting = tuple(sorted((k, str(float(v)) if type(v) is int else str(v))
@@ -69,13 +135,28 @@ def grouped(runs):
         while run.cfg.seed in [r.cfg.seed for r in groups.get((setting, copy), [])]:
             copy += 1
         groups.setdefault((setting, copy), []).append(run)
+    for members in groups.values():
+        if len(members) > 1 and not unfinished:
+            check_equal_length(members)
     return [Group(members) for members in groups.values()]
+
+
+def check_equal_length(runs):
+    for run in runs:
+        if not is_finished(run):
+            raise UserError(f"{run.folder} is not finished ({progress(run)}) and would be folded "
+                            f"with other seeds; finish it with --resume, leave it out, or ask for "
+                            f"--unfinished")
+        if iterations(run) != iterations(runs[0]):
+            raise UserError(f"{runs[0].folder} and {run.folder} were evaluated at different "
+                            f"iterations ({len(runs[0].history)} and {len(run.history)} times) and "
+                            f"would be folded; leave one out, or ask for --unfinished")
 
 
 # ---------------------------------------------------------------------------------------------
 # tables
 
-SECTIONS = {"mean_of_last_20": "mean of the last 20 evaluations", "last": "last checkpoint",
+SECTIONS = {"mean_of_last": "", "last": "last checkpoint",       # the first: heading_of_mean
             "pseudo": "pseudo-labels, last checkpoint"}
 MEASURES = {"bacc": "bACC", "gm": "GM", "acc": "accuracy", "head": "recall of the head",
             "middle": "recall of the middle", "tail": "recall of the tail", "kept": "kept by tau",
@@ -83,10 +164,43 @@ MEASURES = {"bacc": "bACC", "gm": "GM", "acc": "accuracy", "head": "recall of th
             "kept_of": "kept of", "precision_kept": "precision, kept"}
 
 
-def table_rows(numbers, names):
+def evaluations(run):
+    """How many evaluations the reported mean is over."""
+    return min(LAST, len(run.judged))
+
+
+def heading_of_mean(groups):
+    """Says how many evaluations the columns average, one by one where they differ."""
+    counts = {label: sorted({evaluations(run) for run in group.runs})
+              for label, group in zip(labels(groups), groups, strict=True)}
+    if all(numbers == [0] for numbers in counts.values()):
+        return "no evaluation yet: last checkpoint"
+    texts = {label: " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
+             for label, numbers in counts.items()}
+    if len(set(texts.values())) == 1:
+        return f"mean of the last {next(iter(texts.values()))} evaluations"
+    each = ", ".join(f"{label}: {text}" for label, text in texts.items())
+    return f"mean of the last evaluations ({each})"
+
+
+def labels(groups):
+    """A heading for each group: its name, or its whole path where two have the same name; and how
+    far it is, if it has not ended."""
+    names = [group.path.name for group in groups]
+    paths = [str(group.path) for group in groups]
+    told = []
+    for i, group in enumerate(groups):
+        everything = ", ".join(str(run.folder) for run in group.runs)
+        label = next((x[i] for x in (names, paths) if x.count(x[i]) == 1), everything)
+        late = [run for run in group.runs if not is_finished(run)]
+        told.append(label + (f" (not finished: {progress(late[0])})" if late else ""))
+    return told
+
+
+def table_rows(numbers, names, of_mean):
     """Run.numbers -> {(section, measure): number}: the rows of every table."""
     rows = {}
-    for section, heading in SECTIONS.items():
+    for section, heading in (SECTIONS | {"mean_of_last": of_mean}).items():
         for key, label in MEASURES.items():
             value = numbers.get(section, {}).get(key)
             if isinstance(value, list):
@@ -105,9 +219,10 @@ def format_cell(value, spread):
 
 def format_table(groups, part, names, markdown=False):
     """Lines of text: a column per group, a row per measure, sections below one another."""
-    means = [table_rows(group.mean(part), names) for group in groups]
-    spreads = [table_rows(group.deviation(part) or {}, names) for group in groups]
-    rows, section = [["", *(group.path.name for group in groups)]], None
+    heading = heading_of_mean(groups)
+    means = [table_rows(group.mean(part), names, heading) for group in groups]
+    spreads = [table_rows(group.deviation(part) or {}, names, heading) for group in groups]
+    rows, section = [["", *labels(groups)]], None
     for row in means[0]:
         if row[0] != section:
             section = row[0]
@@ -116,17 +231,19 @@ def format_table(groups, part, names, markdown=False):
                                       for mean, spread in zip(means, spreads, strict=True))])
     if markdown:
         rule = "|---|" + "--:|" * len(groups)
-        lines = ["| " + " | ".join(c.strip() for c in row) + " |" for row in rows]
+        lines = ["| " + " | ".join(c.strip().replace("|", "\\|") for c in row) + " |"
+                 for row in rows]
         return [lines[0], rule, *lines[1:]]
     width = [max(len(row[i]) for row in rows) + 2 for i in range(1, len(rows[0]))]
-    return [f"{first:<33}" + "".join(f"{c:>{w}}" for c, w in zip(cells, width, strict=True))
+    longest = max(33, *(len(row[0]) for row in rows if row[1]))
+    return [f"{first:<{longest}}" + "".join(f"{c:>{w}}" for c, w in zip(cells, width, strict=True))
             for first, *cells in rows]
 
 
 def confusion_lines(group, part, names):
     """Lines of text: of each true class, how many percent are called what."""
     short = [name[:6] for name in names]
-    lines = ["", f"{group.path.name}: percent of a true class (row) that is called (column)"]
+    lines = ["", f"{labels([group])[0]}: percent of a true class (row) that is called (column)"]
     lines.append(" " * 12 + "".join(f"{name:>7}" for name in short))
     for name, row in zip(names, group.mean(part)["confusion"], strict=True):
         lines.append(f"{name[:12]:<12}" + "".join(f"{value:7.1f}" for value in row))
@@ -135,14 +252,15 @@ def confusion_lines(group, part, names):
 
 def write_csv(path, groups, part, names):
     """The rows of the table; a column per group, and one for its deviation where it has one."""
-    columns = {"section": {}, "measure": {}}
-    for group in groups:
-        columns[group.path.name] = table_rows(group.mean(part), names)
+    heads, columns, heading = ["section", "measure"], [], heading_of_mean(groups)
+    for label, group in zip(labels(groups), groups, strict=True):
+        heads.append(label)
+        columns.append(table_rows(group.mean(part), names, heading))
         if len(group.runs) > 1:
-            columns[f"{group.path.name} std"] = table_rows(group.deviation(part), names)
-    rows = [[*row, *(f"{c[row]:.6g}" for c in list(columns.values())[2:])]
-            for row in table_rows(groups[0].mean(part), names)]
-    checkpoint.write(Path(path), csv_text([list(columns), *rows], "\r\n").encode())
+            heads.append(f"{label} std")
+            columns.append(table_rows(group.deviation(part), names, heading))
+    rows = [[*row, *(f"{column[row]:.6g}" for column in columns)] for row in columns[0]]
+    checkpoint.write(Path(path), csv_text([heads, *rows], "\r\n").encode())
 
 
 def csv_text(rows, line_end):
@@ -152,9 +270,28 @@ def csv_text(rows, line_end):
 
 
 def as_dict(groups, part, names):
-    return {str(group.path): {"runs": [str(run.folder) for run in group.runs], "classes": names}
+    paths = [str(group.path) for group in groups]
+    keys = paths if len(set(paths)) == len(paths) else labels(groups)
+    return {key: {"runs": [str(run.folder) for run in group.runs], "classes": names,
+                  "finished": all(map(is_finished, group.runs)),
+                  "evaluations": [evaluations(run) for run in group.runs]}
             | group.mean(part) | ({"std": group.deviation(part)} if len(group.runs) > 1 else {})
-            for group in groups}
+            for key, group in zip(keys, groups, strict=True)}
+
+
+def print_imbalanced(judged, made, as_json):
+    """judged: {folder: ({class name: test images}, metrics)}; made: kind, gamma_t, seed"""
+    if as_json:
+        return print(checkpoint.to_json({folder: made | {"counts": counts} | m
+                                         for folder, (counts, m) in judged.items()}))
+    test_sets = [counts for counts, _ in judged.values()]
+    if any(counts != test_sets[0] for counts in test_sets):
+        raise UserError("the runs have different test sets and cannot stand side by side; name "
+                        "those of one dataset at a time, or ask for --json")
+    print(f"last checkpoint, {made['kind']} test set: "
+          + ", ".join(f"{name} {n}" for name, n in test_sets[0].items()))
+    for folder, (_, m) in judged.items():
+        print(f"bACC {m['bacc']:6.2f}  GM {m['gm']:6.2f}  ACC {m['acc']:6.2f}  {folder}")
 
 
 def write_predictions(out, files, labels, probabilities):

@@ -8,6 +8,7 @@
 Its files are in checkpoint.py, its flags in config.py. No loss, no `if method ==`.
 """
 import math
+import os
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from support import UserError, checkpoint, config, distributed
+from support import UserError, checkpoint, checks, config, distributed
 
 
 class Run:
@@ -26,7 +27,16 @@ class Run:
         self.cfg, self.on_step = cfg, on_step
         self.device = config.pick_device(cfg)
         self.rank, self.size = distributed.start(self.device)
+        distributed.agree({f"--{key}": value for key, value in vars(cfg).items()},
+                          differ=[f"--{key}" for key in config.OF_THE_MACHINE])
+        distributed.everywhere(self.check_batches)
         self.mean_over_ranks = distributed.mean_over_ranks if self.size > 1 else list
+
+    def check_batches(self):
+        for key in ("batch_size", "batch_size_u"):
+            if getattr(self.cfg, key) % self.size:
+                raise UserError(f"--{key} {getattr(self.cfg, key)} cannot be shared equally by the "
+                                f"{self.size} processes; choose a multiple of their number")
 
     def open(self, dataset, index_l, index_u, parts, resizable=False, milestones=()):
         """Take --out and restore what it holds. Returns the step to start from.
@@ -36,13 +46,14 @@ class Run:
         milestones: iterations to evaluate after, besides every --eval_every
         """
         self.cfg.dataset_info = dataset.info
+        distributed.agree({f"--dataset: {key}": value for key, value in dataset.info.items()})
         self.folder, self.milestones = Path(self.cfg.out), milestones
-        self.averages, self.guard = Averages(self.device), NaNGuard()
-        self.parts = parts | {"averages": self.averages}
+        self.averages, self.guard = Averages(self.device), NaNGuard(self.cfg)
+        self.trained, self.parts = parts, parts | {"averages": self.averages}
         found = distributed.broadcast_from_rank0(
             lambda: checkpoint.find(self.cfg, self.folder, resizable))
-        self.start, seconds, self.history = checkpoint.restore(self.folder, found, self.parts,
-                                                               self.cfg)
+        self.start, seconds, self.history, self.commits = checkpoint.restore(
+            self.folder, found, self.parts, self.cfg)
         print_start(self.cfg, dataset, index_l, index_u, parts["model"], self.device)
         self.progress = Progress(self.start, self.cfg.iters, seconds)
         return self.start
@@ -87,7 +98,7 @@ class Run:
         if self.size > 1:
             stop, diverged = distributed.any_rank(stop, diverged)
         if diverged:
-            self.guard.fail()
+            distributed.everywhere(self.guard.fail)
         on_grid = done % self.cfg.eval_every == 0 or done in self.milestones
         if on_grid or done == self.cfg.iters:
             self.evaluate(done, judge, on_grid)
@@ -112,11 +123,10 @@ class Run:
 
     def save(self, done):
         """A checkpoint, but never of weights that are not finite."""
-        modules = [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
-        self.guard.check(done, *modules)
+        distributed.everywhere(lambda: self.guard.check(done, self.trained))
         checkpoint.save_checkpoint(self.folder, self.parts, step=done,
                                    seconds=self.progress.seconds, history=self.history,
-                                   config=vars(self.cfg))
+                                   config=vars(self.cfg), commits=self.commits)
 
     def finish(self, mean, evaluations):
         """result.json and the last line on the screen. mean: evaluate.mean_of_last"""
@@ -127,7 +137,7 @@ class Run:
             result = {key: getattr(self.cfg, key) for key in keys} | mean | {
                 "evaluations": evaluations, "sec_per_iter": self.progress.seconds / self.cfg.iters,
                 "peak_memory_mb": peak_memory_mb(self.device)}
-            checkpoint.write_json(path, result | checkpoint.versions())
+            checkpoint.write_json(path, result | checkpoint.versions(self.commits))
         print(f"\n{self.cfg.method}: bACC {mean['bacc']:.2f}  GM {mean['gm']:.2f}  "
               f"(mean of the last {evaluations} evaluations; files in {self.folder})")
 
@@ -147,8 +157,8 @@ class StopSignal:
             signal.signal(signum, self.request)
 
     def request(self, signum, frame):
-        if distributed.size() == 1:                  # torchrun may send several, and a SIGKILL
-            signal.signal(signum, signal.SIG_DFL)    # later; else a second one stops at once
+        if os.environ.get("WORLD_SIZE", "1") == "1":     # torchrun may send several, and a SIGKILL
+            signal.signal(signum, signal.SIG_DFL)        # later; else a second one stops at once
         self.requested = True
 
 
@@ -169,10 +179,12 @@ class Averages:
         """loss_bal, omega_grad: None in an iteration that has none."""
         known, one = mask * (true_u >= 0), torch.ones_like(loss_x)
         zero = torch.zeros_like(one)
-        moved = zero if loss_bal is None else one
-        sums = [loss_x, loss_u, mask.mean(), (known * (y_u == true_u)).sum(),
+        moved, kept, guessed = zero if loss_bal is None else one, zero, zero
+        if len(mask):                                # labels alone make no guesses
+            kept, guessed = mask.mean(), one
+        sums = [loss_x, loss_u, kept, (known * (y_u == true_u)).sum(),
                 zero if loss_bal is None else loss_bal, zero if omega_grad is None else omega_grad]
-        self.sums += torch.stack([*sums, one, one, one, known.sum(), moved, moved]).view(2, -1)
+        self.sums += torch.stack([*sums, one, one, guessed, known.sum(), moved, moved]).view(2, -1)
 
     def means(self, mean_over_ranks=list):
         sums, = mean_over_ranks([self.sums])
@@ -186,7 +198,11 @@ class Averages:
         return {"sums": distributed.all_gather(self.sums[None])}               # (ranks, 2, 6)
 
     def load_state_dict(self, state):
-        sums = state["sums"]
+        sums = state.get("sums") if isinstance(state, dict) else None
+        several = torch.is_tensor(sums) and sums.dim() > 0 and len(sums) > 0
+        form = self.sums.cpu().expand(len(sums) if several else 1, 2, -1)
+        # not a number: the share of kept images where a run has no unlabeled ones
+        checks.compare(sums.nan_to_num() if several else sums, form, "sums")
         same_ranks = len(sums) == distributed.size()
         self.sums.copy_(sums[distributed.rank()] if same_ranks else sums.mean(0))
 
@@ -194,8 +210,11 @@ class Averages:
 class NaNGuard:
     """Stops a run whose losses or weights are not finite, before they can be saved."""
 
-    def __init__(self):
+    def __init__(self, cfg):
         self.pending, self.bad = [], None            # (step, losses) not yet looked at
+        idle = ("none", "attractor", "single_level")         # methods in which omega has no eta
+        causes = ("lr", "weight_decay", "lambda_u", *(() if cfg.method in idle else ("eta",)))
+        self.causes = ", ".join(f"--{k} {getattr(cfg, k):g}" for k in causes if hasattr(cfg, k))
 
     def flush(self):
         """Look at what is pending. Returns whether anything so far was not finite."""
@@ -206,22 +225,22 @@ class NaNGuard:
         return self.bad is not None
 
     def fail(self):
-        if self.bad is None:
-            self.stop("the loss is not finite on another rank")
-        step, losses = self.bad
-        values = ", ".join(f"{name} {float(x):g}" for name, x in losses.items())
-        self.stop(f"the loss of iteration {step} is not finite ({values})")
+        """Raise, if anything so far was not finite."""
+        if self.flush():
+            step, losses = self.bad
+            values = ", ".join(f"{name} {float(x):g}" for name, x in losses.items())
+            self.stop(f"the loss of iteration {step} is not finite ({values})")
 
-    def check(self, done, *modules):
-        diverged, = distributed.any_rank(self.flush())
-        if diverged:
-            self.fail()
-        if not all(t.isfinite().all() for m in modules for t in (*m.parameters(), *m.buffers())):
+    def check(self, done, parts):
+        """parts: {name: module, optimizer, ...}"""
+        self.fail()
+        if not all(t.isfinite().all() for part in parts.values()
+                   for t in checks.tensors(part.state_dict())):
             self.stop(f"the weights are not finite after iteration {done}")
 
     def stop(self, what):
-        raise UserError(f"{what}; nothing was saved since, start again with a lower --lr in "
-                        f"another --out")
+        raise UserError(f"{what}; nothing was saved since, start again in another --out with a "
+                        f"lower value of the flag that is the cause ({self.causes})")
 
 
 class Progress:

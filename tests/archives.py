@@ -5,10 +5,12 @@ import pickle
 import tarfile
 
 import numpy as np
+import pytest
 from PIL import Image
 from torchvision import datasets
 
 import data
+from support import UserError
 
 G = np.random.default_rng(0)
 MODES = ["RGB", "L", "P", "RGBA", "LA", "1", "I;16", "CMYK"]
@@ -17,6 +19,20 @@ SUN = {"/a/abbey": 53, "/b/beach": 60, "/c/cave/inside": 56}         # class: pi
 
 def noise(*shape):
     return G.integers(0, 256, shape, dtype=np.uint8)
+
+
+def arrays(**changes):
+    """Of a small .npz file with three classes."""
+    x, y = noise(12, 9, 9, 3), np.arange(12) % 3
+    return dict(x_train=x, y_train=y, x_test=x[::-1], y_test=y) | changes
+
+
+def refusal(function, *args, **kwargs):
+    """The one sentence of a user error."""
+    with pytest.raises(UserError) as error:
+        function(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def no_network(monkeypatch):

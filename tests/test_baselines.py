@@ -2,7 +2,7 @@
 hand-written ones; which images a run uses; plain bases equal the tutorials; resume; wrong input."""
 import csv
 import json
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +25,7 @@ import evaluate
 import models
 import train_fixmatch
 import train_mixmatch
-from baselines import supervised
+from baselines import Method, supervised
 from baselines.train import configure, main
 from support import augment
 
@@ -188,7 +188,7 @@ def test_vanilla_takes_only_labeled_images(tmp_path, taken):
     assert np.array_equal(y, dataset.labels[index])
 
 
-@pytest.mark.parametrize("pool", ["disjoint", slow("union")])
+@pytest.mark.parametrize("pool", [slow("disjoint"), "union"])
 def test_upper_bound_takes_all_images_with_true_labels(tmp_path, taken, pool):
     dataset, labeled, unlabeled = small_split()
     both = sorted({*labeled, *unlabeled})
@@ -265,6 +265,28 @@ def test_crt_second_stage_trains_only_the_classifier(crt):
         assert all(not torch.equal(v, end[part][k]) for k, v in classifier(between[part]).items())
 
 
+def test_crt_weights_balance_the_classes_whatever_the_batches():
+    """The official objective, -mean_i sum_k w_k Y_ik log p_ik; its mean over batches of any size is
+    that over the dataset, in which every class has the same part."""
+    counts, g = np.array([12, 6, 2]), np.random.default_rng(0)
+    method = supervised.CRT(SimpleNamespace(counts=torch.tensor(counts).double(), device="cpu",
+                                            cfg=SimpleNamespace(iters=10, crt_iters=5)))
+    logits, y = g.normal(size=(20, 3)), np.repeat(np.arange(3), counts)
+    log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    weights = (1 / counts) / (1 / counts).sum() * 3
+    official = -np.mean(np.sum(log_p * np.eye(3)[y] * weights, axis=1))
+    rows = -log_p[np.arange(20), y]
+    assert official == pytest.approx(
+        sum(rows[y == k].mean() for k in range(3)) * weights[0] * 12 / 20)
+
+    def ours(size):
+        batches = zip(*(torch.from_numpy(t).split(size) for t in (logits, y)), strict=True)
+        return np.mean([method.supervised_loss(*batch, step=9).item() for batch in batches])
+    assert ours(4) == pytest.approx(rows.mean())              # the first stage
+    method.second_stage = True
+    assert [ours(size) for size in (1, 4, 20)] == pytest.approx([official] * 3)
+
+
 def test_crt_second_stage_by_hand(crt):
     """Features by running statistics, weights 1 / N_k, a new Adam, no weight decay."""
     _, between, end = crt
@@ -284,8 +306,7 @@ def test_crt_second_stage_by_hand(crt):
         x = augment.weak(x, data.rng(0, "labeled view", step),
                          augment.Normalise(dataset.mean, dataset.std))
         log_p = model(x).log_softmax(1)
-        picked = [weights[k] * row[k] for row, k in zip(log_p, y, strict=True)]
-        loss = -sum(picked) / weights[y].sum()
+        loss = -(log_p * torch.eye(10)[y] * weights).sum(1).mean()             # as in its code
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -348,6 +369,28 @@ def test_the_plain_base_equals_the_tutorial(tmp_path, base, tutorial, flags):
     assert a.keys() == b.keys() and all(a[k] == b[k] for k in a.keys() - measured)
 
 
+@pytest.mark.parametrize("base", ["fixmatch", "mixmatch"])
+def test_what_a_method_refines(tmp_path, base):
+    """refine sees the features of the first weak view, and p; MixMatch: sharpened, of two views."""
+    seen = []
+
+    class Spy(Method):
+        def refine(self, p, batch):
+            seen.append((p, batch.z_u, batch.index_u))
+            return p
+    train(tmp_path, f"--base {base} --iters 1", partial(main, own=Spy))
+    (p, z_u, index), dataset = seen[0], data.load("synthetic", image_size=8)
+    torch.manual_seed(0)
+    model, normalise = models.build("wrn-10-1", 10), augment.Normalise(dataset.mean, dataset.std)
+    z = [model.features(augment.weak(dataset.take(index)[0], data.rng(0, view, 0), normalise))
+         for view in ("weak view", "second weak view")]
+    guess = [model.classifier(rows).softmax(1) for rows in z]
+    squares = ((guess[0] + guess[1]) / 2) ** 2
+    torch.testing.assert_close(z_u, z[0].detach())
+    torch.testing.assert_close(p, guess[0].detach() if base == "fixmatch" else
+                               (squares / squares.sum(1, keepdim=True)).detach())
+
+
 class PseudoLabelsByHand:
     """One pass over [x; u]; the target of u is the argmax of the same prediction."""
 
@@ -392,6 +435,22 @@ def test_pseudo_labels_by_hand(tmp_path):
     assert close_but_for_rounding(state["ema"], hand.ema)
     for key, value in hand.model.named_buffers():
         torch.testing.assert_close(state["model"][key], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("script,flags", [
+    (train_fixmatch.main, ""), (main, "--base fixmatch"), (main, "--base pseudolabel")])
+def test_a_confidence_of_exactly_tau_counts(tmp_path, monkeypatch, script, flags):
+    """A classifier of zeros: all confidences are 1 / 10."""
+    build = models.build
+
+    def silent(*args):
+        model = build(*args)
+        torch.nn.init.zeros_(model.classifier.weight)
+        return model
+    monkeypatch.setattr(models, "build", silent)
+    rates = [train(tmp_path / tau, f"--method none --iters 1 --tau {tau} {flags}", script)
+             ["history"][0]["mask_rate"] for tau in ("0.1", "0.1001")]
+    assert rates == [1, 0]
 
 
 # ---------------------------------------------------------------------------------------------

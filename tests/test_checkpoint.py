@@ -1,13 +1,18 @@
 """The files of a run: checkpoint, log, and what --resume may touch. (Killed, full disk, damaged:
 test_reliability.py.)"""
+import errno
 import json
 import os
 import shutil
+import subprocess
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import TINY, exit_of, stopped, train
+from conftest import TINY, exit_of, own_npz, stopped, train
 
+import evaluate
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
@@ -54,6 +59,20 @@ def disk(folder):
     return {f.name: (f.read_bytes(), f.stat().st_mtime_ns) for f in folder.iterdir()}
 
 
+def refused(folder, main, argv, capsys):
+    """The sentence with which a command ends that must not change the folder."""
+    before = disk(folder)
+    code, err = exit_of(main, argv, capsys)
+    assert code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
+    assert disk(folder) == before
+    return err
+
+
+def some(names, *fast):
+    """All of them, only these not marked slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.parametrize("main,flags", [
     (train_fixmatch.main, "--tau 0.2 --iters 4"),            # its last evaluation is off the grid
     pytest.param(train_mixmatch.main, "", marks=pytest.mark.slow),
@@ -63,8 +82,7 @@ def test_resuming_a_finished_run_changes_no_file(tmp_path, monkeypatch, main, fl
     train(tmp_path, flags, main)
     before = disk(tmp_path)
     assert {"config.json", "result.json", "log.csv", "last.pt"} <= before.keys()
-    versions = checkpoint.versions() | {"commit": "another", "torch": "0.0"}
-    monkeypatch.setattr(checkpoint, "versions", lambda: versions)
+    monkeypatch.setattr(checkpoint, "own_commit", lambda: "another")
     train(tmp_path, flags + " --resume", main)
     assert disk(tmp_path) == before
 
@@ -115,17 +133,115 @@ def test_a_mistake_in_our_code_keeps_its_traceback(finished, monkeypatch, kind):
         resume(finished, monkeypatch, kind("a typo"))
 
 
-def test_a_checkpoint_with_other_shapes_is_a_sentence_with_its_cause(finished, tmp_path, capsys):
-    """torch's own error, from an attractor of another width."""
+# ---------------------------------------------------------------------------------------------
+# other data
+
+
+def test_evaluate_and_resume_refuse_other_data(tmp_path, capsys):
+    """The same sizes and names, but one pixel, label or name is another."""
+    path = own_npz(tmp_path)
+    with np.load(path) as arrays:
+        arrays = dict(arrays)
+    argv = [*TINY.split(), "--iters", "3", "--dataset", str(path), "--out", str(tmp_path / "run")]
+    train_fixmatch.main(argv)
+    evaluate.main([str(tmp_path / "run")])
+    for change in (dict(x_train=255 - arrays["x_train"]), dict(y_test=arrays["y_test"][::-1]),
+                   dict(names=list("edcba")), dict(x_unlabeled=arrays["x_unlabeled"][:70])):
+        np.savez(path, **arrays | change)
+        evaluate.load_data.cache_clear()
+        for main, words in ((evaluate.main, [str(tmp_path / "run")]), (
+                train_fixmatch.main, [*argv, "--iters", "6", "--resume"])):
+            err = refused(tmp_path / "run", main, words, capsys)
+            assert "not what the run" in err and f"--dataset {path}" in err
+    evaluate.load_data.cache_clear()
+
+
+# ---------------------------------------------------------------------------------------------
+# links, files that cannot be read, commits
+
+
+def test_links_in_a_run_folder_are_never_written_through(finished, tmp_path):
+    """Under the names of every file and of the temporaries of older versions."""
+    run, precious = shutil.copytree(finished, tmp_path / "run"), tmp_path / "precious"
+    precious.write_text("precious")
+    for name in ("config.json", "log.csv", "result.json", "prev.pt"):
+        (run / name).unlink()
+        (run / name).symlink_to(precious)
+    for name in checkpoint.FILES:
+        (run / f"{name}.tmp").symlink_to(precious)
+    shutil.move(run / "last.pt", tmp_path / "elsewhere")
+    (run / "last.pt").symlink_to(tmp_path / "elsewhere")
+    before = (tmp_path / "elsewhere").read_bytes()
+    train_fixmatch.main([*TINY.split(), "--iters", "9", "--resume", "--out", str(run)])
+    assert precious.read_text() == "precious"
+    assert (tmp_path / "elsewhere").read_bytes() == before
+    assert not any((run / name).is_symlink() for name in ("config.json", "log.csv", "last.pt"))
+
+
+def test_temporaries_of_a_killed_run_are_removed_and_no_other_files(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
-    other = train_fixmatch.BiasAttractor(10, 5).state_dict()
-    torch.save(torch.load(run / "last.pt", weights_only=True) | {"attractor": other},
-               run / "last.pt")
-    before, argv = disk(run), [*TINY.split(), "--iters", "9", "--resume", "--out", str(run)]
-    with pytest.raises(UserError, match=r"last\.pt does not fit .*attractor") as error:
-        train_fixmatch.main(argv)
-    assert isinstance(error.value.__cause__, RuntimeError)
-    assert "size mismatch" in str(error.value.__cause__)
-    code, err = exit_of(train_fixmatch.main, argv, capsys)
-    assert code == 2 and err.count("\n") == 1 and "Traceback" not in err
-    assert disk(run) == before
+    (run / "last.pt.0123456789abcdef.tmp").write_text("half")
+    for name in ("notes.tmp", "mine.0123456789abcdef.tmp", "last.pt.backup"):
+        (run / name).write_text("mine")
+    train_fixmatch.main([*TINY.split(), "--iters", "9", "--resume", "--out", str(run)])
+    assert {f.name for f in run.iterdir()} == {
+        *(set(checkpoint.FILES) - {"damaged.pt"}), "notes.tmp", "mine.0123456789abcdef.tmp",
+        "last.pt.backup"}
+
+
+def test_write_leaves_what_is_no_file_alone(tmp_path):
+    for place in (tmp_path, Path("/dev/null")):
+        with pytest.raises(OSError, match="not a regular file"):
+            checkpoint.write(place, b"x")
+    assert Path("/dev/null").is_char_device() and not list(tmp_path.parent.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("fault", some(["permission", "folder", "loop"], "permission"))
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(finished, tmp_path, capsys, monkeypatch,
+                                                         fault):
+    run = shutil.copytree(finished, tmp_path / "run")
+    read = Path.read_bytes
+    if fault == "permission":                                # root may read everything
+        def forbidden(path):
+            if path.name == "last.pt":
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return read(path)
+        monkeypatch.setattr(Path, "read_bytes", forbidden)
+    else:
+        (run / "last.pt").unlink()
+        (run / "last.pt").mkdir() if fault == "folder" else (run / "last.pt").symlink_to("last.pt")
+    names = sorted(f.name for f in run.iterdir())
+    for main, argv in ((evaluate.main, [str(run)]), (train_fixmatch.main, [
+            *TINY.split(), "--iters", "9", "--resume", "--out", str(run)])):
+        code, err = exit_of(main, argv, capsys)
+        assert code == 2 and err.count("\n") == 1 and "last.pt cannot be read" in err
+        assert "overwrite" not in err
+    assert sorted(f.name for f in run.iterdir()) == names
+
+
+def test_commit_of_this_checkout_only(tmp_path, monkeypatch):
+    """A copy without .git inside another repository has none; with its own it has that one's."""
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True,
+                       cwd=tmp_path, capture_output=True)
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "copy/support/checkpoint.py"))
+    git("init", ".")
+    git("commit", "--allow-empty", "-m", "outer")
+    git("init", "copy")
+    git("-C", "copy", "commit", "--allow-empty", "-m", "own")
+    own = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path / "copy", text=True,
+                         capture_output=True).stdout
+    assert checkpoint.own_commit() and own.startswith(checkpoint.own_commit())
+    shutil.rmtree(tmp_path / "copy/.git")
+    assert checkpoint.own_commit() is None
+    (tmp_path / "copy/.git").mkdir()                         # empty: not a repository
+    assert checkpoint.own_commit() is None
+
+
+def test_the_commits_of_start_and_resume_are_recorded(tmp_path, monkeypatch):
+    for commit, iters, seen in (("a", 3, ["a"]), ("a", 6, ["a"]), ("b", 9, ["a", "b"])):
+        monkeypatch.setattr(checkpoint, "own_commit", lambda commit=commit: commit)
+        train(tmp_path, f"--method none --iters {iters} --resume")
+        for name in ("config.json", "result.json"):
+            written = json.loads((tmp_path / name).read_text())
+            assert (written["commit"], written["commits"]) == ("a", seen)

@@ -124,7 +124,7 @@ def test_evaluate_shows_runs_side_by_side(tmp_path, capsys):
         last = dict(zip(log[0].split(","), map(float, log[-1].split(",")), strict=True))
         assert numbers[str(folder)]["last"]["bacc"] == pytest.approx(last["bacc"], rel=1e-5)
         result = json.loads((folder / "result.json").read_text())
-        assert numbers[str(folder)]["mean_of_last_20"]["gm"] == pytest.approx(result["gm"])
+        assert numbers[str(folder)]["mean_of_last"]["gm"] == pytest.approx(result["gm"])
 
 
 @pytest.mark.slow

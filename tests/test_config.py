@@ -4,10 +4,15 @@ import argparse
 import errno
 import itertools
 import math
+import os
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
-from conftest import exit_of
+import torch._dynamo.exc as dynamo
+from conftest import ROOT, TINY, exit_of
 
 from baselines import train as baselines
 from support import UserError, config
@@ -115,7 +120,8 @@ def test_different_settings_have_different_folders():
     have a folder of their own."""
     known = {name.removeprefix("--no-").removeprefix("--") for name in all_flags(
         config.parser("", config.l2ac_flags, config.fixmatch_flags))} - {"-h", "help"}
-    assert OTHER.keys() | set(config.FREE) - {"dataset_info"} == known     # no flag is forgotten
+    recorded = {"dataset_info", "cwd"}
+    assert OTHER.keys() | set(config.FREE) - recorded == known             # no flag is forgotten
     commands = ["", *map(flag, OTHER)]
     commands += [f"--lr 0.1 {flag(name)}" for name in OTHER if name != "lr"]
     folders = [read(command).out for command in commands] + [read("", "mixmatch").out]
@@ -165,7 +171,10 @@ def ends(error, capsys):
     (OSError(errno.ENOSPC, "No space left on device", "runs/a/last.pt"),
      "No space left on device (runs/a/last.pt); what was saved before is intact"),
     (PermissionError(errno.EACCES, "Permission denied", "runs"), "Permission denied (runs)"),
-    (torch.OutOfMemoryError(), "too little memory")])
+    (torch.OutOfMemoryError("CUDA out of memory"), "too little memory"),
+    (MemoryError(), "too little memory"), (UserError("a\nb\x1b[2J"), r"a\nb\x1b[2J"),
+    (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; what"),
+    (dynamo.InternalTorchDynamoError("No working C++ compiler found"), "--compile")])
 def test_errors_of_the_user_and_the_machine_are_one_sentence(error, sentence, capsys):
     code, err = ends(error, capsys)
     assert code == 2 and err.count("\n") == 1 and sentence in err and "Traceback" not in err
@@ -177,6 +186,59 @@ def test_errors_of_the_program_keep_their_traceback(error, capsys):
     with pytest.raises(type(error)) as kept:
         ends(error, capsys)
     assert kept.value is error and capsys.readouterr().err == ""
+
+
+def test_memory_that_cannot_be_had(capsys):
+    """As torch and numpy say it themselves."""
+    for allocate in (lambda: torch.empty(2**55), lambda: np.empty(2**55, np.uint8),
+                     lambda: torch.nn.Linear(10**18, 10)):
+        code, err = exit_of(lambda argv, allocate=allocate: allocate(), [], capsys)
+        assert code == 2 and err.count("\n") == 1 and "too little memory" in err
+
+
+PRINTS = ("import sys\nfrom support import config\n"
+          "def main():\n    print('Stra\\u00dfe \\udcff', len(sys.stdout.isatty() * 'x'))\n"
+          "config.exit_cleanly(main)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell,code,out,err", [
+    ("PYTHONIOENCODING=ascii {python}", 0, r"Stra\xdfe \udcff 0", ""),   # unknown letters
+    ("{python} >&-", 0, "", ""), ("{python} >&- 2>&-", 0, "", ""),        # closed
+    ("{python} > /dev/full", 2, "", "No space left on device"),
+    ("{python} | true; exit ${{PIPESTATUS[0]}}", None, "", "")])
+def test_streams_that_are_closed_full_or_of_few_letters(shell, code, out, err):
+    python = f"{sys.executable} -c \"$PRINTS\""
+    done = subprocess.run(["bash", "-c", shell.format(python=python)], capture_output=True,
+                          text=True, cwd=ROOT, env=os.environ | {"PRINTS": PRINTS})
+    assert done.returncode in ((0, 1) if code is None else (code,)), done
+    assert done.stdout.strip() == out and err in done.stderr and "rror:" not in done.stderr
+    assert done.stderr.count("\n") == bool(err)
+
+
+@pytest.mark.slow
+def test_every_program_without_docstrings():
+    programs = ("train_fixmatch", "train_mixmatch", "evaluate", "baselines.train",
+                "scripts.reproduce", "scripts.figures", "scripts.torture", "scripts.bench",
+                "scripts.bench_loader", "scripts.full_unroll")
+    code = "".join(f"import {name}\ntry:\n    {name}.main(['--help'])\nexcept SystemExit as end:\n"
+                   "    print('end', end.code)\n" for name in programs)
+    done = subprocess.run([sys.executable, "-OO", "-c", code], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.stdout.count("end 0") == len(programs), done.stderr
+
+
+def test_title_of_a_module_without_docstring():
+    assert config.title(None) == "" and config.title("a b\n\nc") == "a b"
+
+
+@pytest.mark.slow
+def test_compile_without_a_compiler(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "train_fixmatch.py", *TINY.split(), "--iters", "2", "--compile", "--out",
+         str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c")})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--compile" in done.stderr
 
 
 def test_a_closed_pipe_ends_without_a_word(capsys):

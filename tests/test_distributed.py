@@ -9,13 +9,16 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, checkpoint, same, wait_for
+from conftest import ROOT, checkpoint, own_npz, same, synthetic, wait_for
 from worker import run, run_all
 
+import data
 import train_fixmatch
 from support import config
+from support.checkpoint import write
 
 TINY = "--image_size 8 --batch_size 8 --threads 1 --device cpu".split()
 SCRIPTS = {"f": "train_fixmatch", "m": "train_mixmatch", "b": "baselines.train",
@@ -112,24 +115,40 @@ def test_two_ranks_equal_one(one_rank, two_ranks, name):
     assert_equal_runs(one_rank(name), two_ranks / name)
 
 
-def run_as_rank(rank, port, jobs):
+def run_as_rank(rank, port, jobs, errors):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                    "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    config.exit_cleanly(lambda: run_all(jobs))
+    with open(f"{errors}.{rank}", "w") as sys.stderr:
+        config.exit_cleanly(lambda: run_all(jobs[rank]))
+
+
+def fork_two(jobs, errors):
+    """Two ranks without torchrun: forks of this process, which has imported everything.
+
+    jobs: of each rank; errors: their stderr, by rank
+    """
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_as_rank, args=(rank, port, jobs, errors))
+             for rank in range(2)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def ends(ranks, errors):
+    """[exit code], [stderr] of two forks."""
+    for process in ranks:
+        process.join(60)
+    return ([process.exitcode for process in ranks],
+            [Path(f"{errors}.{rank}").read_text() for rank in range(2)])
 
 
 def test_two_ranks_equal_one_for_l2ac(one_rank, tmp_path):
-    """The same without torchrun: two forks of this process, which has imported everything."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    context, jobs = multiprocessing.get_context("fork"), exact_jobs(tmp_path, ["l2ac"])
-    ranks = [context.Process(target=run_as_rank, args=(rank, port, jobs)) for rank in range(2)]
-    for process in ranks:
-        process.start()
+    ranks = fork_two([exact_jobs(tmp_path, ["l2ac"])] * 2, tmp_path / "err")
     one = one_rank("l2ac")
-    for process in ranks:
-        process.join(60)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    assert ends(ranks, tmp_path / "err") == ([0, 0], ["", ""])
     assert_equal_runs(one, tmp_path / "l2ac")
     assert seen(one, 1) == seen(tmp_path / "l2ac", 2)
 
@@ -203,21 +222,65 @@ def test_ten_and_resume_and_ten_equals_twenty(plain_runs, script):
 # one rank in trouble
 
 
+CIFAR = "--dataset cifar10 --n1 2 --m1 2 --gamma_l 1 --data_dir "
+UNEQUAL = {  # flags of rank 0, of rank 1: what both ranks have to say
+    "seed": ("--seed 0", "--seed 1", "rank 1 has another --seed (1) than rank 0 (0)"),
+    "iters": ("--iters 2", "--iters 3", "--iters"), "tau": ("", "--tau 0.3", "--tau"),
+    "data": ("--dataset {here}/a/own.npz", "--dataset {here}/b/own.npz", "--dataset"),
+    "content": (CIFAR + "{here}/a", CIFAR + "{here}/b", "rank 1 has another --dataset: finger"),
+    "no data": (CIFAR + "{here}/a", CIFAR + "{here}/none", "rank 1: --data_dir")}
+
+
+@pytest.mark.parametrize("name", [name if name in ("seed", "no data") else pytest.param(
+    name, marks=pytest.mark.slow) for name in UNEQUAL])
+def test_ranks_that_do_not_agree(tmp_path, name):
+    """One sentence on both ranks, within seconds, and nothing is written."""
+    for place, seed in (("a", 0), ("b", 1)):
+        (tmp_path / place).mkdir()
+        own_npz(tmp_path / place)
+        x = np.random.default_rng(seed).integers(0, 256, (100, 8, 8, 3), dtype=np.uint8)
+        np.savez(tmp_path / place / "cifar10.npz", x_train=x, y_train=np.arange(100) % 10,
+                 x_test=x, y_test=np.arange(100) % 10)
+    *flags, word = (x.format(here=tmp_path) for x in UNEQUAL[name])
+    jobs = [[job("f", "--iters 2 --eval_every 2 " + flag, tmp_path / "run")] for flag in flags]
+    codes, errors = ends(fork_two(jobs, tmp_path / "err"), tmp_path / "err")
+    assert codes == [2, 2], errors
+    assert errors[0].count("\n") == 1 and errors[0] == errors[1] and word in errors[0], errors
+    assert "is dead" not in errors[0] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flags,word", [("--dataset nowhere.npz", "nowhere.npz"),
+                                        ("--batch_size 7", "--batch_size 7 cannot be shared")])
+def test_errors_that_all_ranks_meet_are_reported_once(tmp_path, flags, word):
+    jobs = [[job("f", flags, tmp_path / "run")]] * 2
+    codes, errors = ends(fork_two(jobs, tmp_path / "err"), tmp_path / "err")
+    assert codes == [2, 2] and errors[0].count("\n") == 1 and word in errors[0]
+    assert errors[1] == ""
+
+
+def test_the_environment_of_a_rank_does_not_keep_other_programs_from_writing(tmp_path,
+                                                                             monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    write(tmp_path / "table.csv", b"x")
+    assert (tmp_path / "table.csv").read_bytes() == b"x"
+
+
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(tmp_path):
-    """Rank 1 alone sees it, rank 0 reports it, nobody waits for a rank that has left."""
+    """Rank 1 alone sees it, both report it, nobody waits for a rank that has left."""
     worker = start(2, [job("f", "--iters 9 --eval_every 3", tmp_path / "run", nan=4)], tmp_path)
     err = worker.communicate(timeout=120)[1]
     assert worker.returncode != 0
-    sentences = [line for line in err.splitlines() if line.startswith("worker.py: ")]
-    assert len(sentences) == 1 and "not finite" in sentences[0], err
+    sentences = {line for line in err.splitlines() if line.startswith("worker.py: ")}
+    assert len(sentences) == 1 and "rank 1: the loss of iteration 4 is not finite" in err, err
     assert "another process of this run is dead" not in err
     assert checkpoint(tmp_path / "run")["step"] == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_one_of_two_ranks_gets_a_signal(tmp_path, number):
+def test_one_of_two_ranks_gets_a_signal(tmp_path, monkeypatch, number):
     """SIGKILL: the other one notices, says so and ends, within a minute. SIGTERM: both save."""
     flags = [*TINY, "--tau", "0.2", "--eval_every", "3", "--out", str(tmp_path)]
     ranks = torchrun(2, "train_fixmatch.py", *flags, "--iters", 100_000, stdout=subprocess.PIPE)
@@ -231,6 +294,7 @@ def test_one_of_two_ranks_gets_a_signal(tmp_path, number):
     else:
         assert "the same command with --resume goes on" in out
     step = checkpoint(tmp_path)["step"]
-    # one rank may go on where two began
+    # one rank may go on where two began; they did not have the small test set of the tests
+    monkeypatch.setattr(data, "synthetic", synthetic)
     train_fixmatch.main([*flags, "--iters", str(step + 3), "--resume"])
     assert checkpoint(tmp_path)["step"] == step + 3

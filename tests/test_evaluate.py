@@ -5,17 +5,19 @@ import math
 import resource
 import shutil
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-from conftest import exit_of, files, train
+from conftest import exit_of, files, stopped, train
 from torch.nn.functional import one_hot
 
 import data
 import evaluate
+from support import UserError, report
 
 
 def first_pixel(x):
@@ -154,12 +156,12 @@ def test_seeds_become_mean_and_deviation(runs, capsys):
     single = [json.loads((runs / f"none_s{s}/result.json").read_text()) for s in range(2)]
     for key in ("bacc", "gm"):
         values = [r[key] for r in single]
-        assert none["mean_of_last_20"][key] == pytest.approx(statistics.mean(values))
-        assert none["std"]["mean_of_last_20"][key] == pytest.approx(statistics.stdev(values))
+        assert none["mean_of_last"][key] == pytest.approx(statistics.mean(values))
+        assert none["std"]["mean_of_last"][key] == pytest.approx(statistics.stdev(values))
     recall = np.array([r["recall"] for r in single])
-    assert none["mean_of_last_20"]["recall"] == pytest.approx(recall.mean(0))
-    assert none["mean_of_last_20"]["tail"] == pytest.approx(recall[:, 7:].mean())
-    assert none["mean_of_last_20"]["middle"] == pytest.approx(recall[:, 3:7].mean())
+    assert none["mean_of_last"]["recall"] == pytest.approx(recall.mean(0))
+    assert none["mean_of_last"]["tail"] == pytest.approx(recall[:, 7:].mean())
+    assert none["mean_of_last"]["middle"] == pytest.approx(recall[:, 3:7].mean())
     assert "std" not in l2ac and len(none["runs"]) == 2
 
 
@@ -185,15 +187,15 @@ def test_table_markdown_csv_and_json_agree(runs, capsys, tmp_path):
         if row[2] != "nan":
             assert line[1] == f"{float(row[2]):.2f} ± {float(row[3]):.2f}"
     value = {(row[0], row[1]): float(row[2]) for row in rows[1:]}
-    section, pseudo = "mean of the last 20 evaluations", "pseudo-labels, last checkpoint"
+    section, pseudo = "mean of the last 2 evaluations", "pseudo-labels, last checkpoint"
     single = ["bACC", "GM", "accuracy", *(f"recall of the {x}" for x in ("head", "middle", "tail"))]
     measures = {
         section: [*single, *by_class("recall")], "last checkpoint": [*single, *by_class("recall")],
         pseudo: ["accuracy", "kept by tau", "accuracy of the kept", *by_class("recall"),
                  *by_class("precision"), *by_class("kept of"), *by_class("precision, kept")]}
     assert list(value) == [(where, what) for where in measures for what in measures[where]]
-    assert value[section, "bACC"] == pytest.approx(none["mean_of_last_20"]["bacc"], rel=1e-5)
-    assert value[section, "recall ring"] == pytest.approx(none["mean_of_last_20"]["recall"][9])
+    assert value[section, "bACC"] == pytest.approx(none["mean_of_last"]["bacc"], rel=1e-5)
+    assert value[section, "recall ring"] == pytest.approx(none["mean_of_last"]["recall"][9])
     assert value[pseudo, "kept of disk"] == pytest.approx(none["pseudo"]["kept_of"][0], rel=1e-5)
 
 
@@ -223,3 +225,106 @@ def test_a_csv_file_survives_a_failed_write(runs, tmp_path, capsys, flags):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == 2 and "table.csv" in err and err.count("\n") == 1
     assert files(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------
+# what must not stand side by side, and flags without effect
+
+
+@pytest.fixture(scope="module")
+def unfinished(runs, tmp_path_factory):
+    """A third seed, stopped after three iterations: it has one evaluation of two."""
+    out = tmp_path_factory.mktemp("unfinished") / "none_s2"
+    stopped(out, f"{SETTING}none --seed 2", after=3)
+    return out
+
+
+def test_unfinished_runs_are_folded_only_when_asked(runs, unfinished, capsys):
+    both = [str(runs / "none_s0"), str(unfinished)]
+    code, err = exit_of(evaluate.main, both, capsys)
+    assert code == 2 and f"{unfinished} is not finished (evaluated up to iteration 2 of 4)" in err
+    evaluate.main([*both, "--unfinished", "--json"])
+    told, = json.loads(capsys.readouterr().out).values()
+    assert told["evaluations"] == [2, 1] and told["finished"] is False
+    logs = [list(csv.DictReader(open(f"{run}/log.csv"))) for run in both]
+    means = [statistics.mean(float(row["bacc"]) for row in rows) for rows in logs]
+    assert told["mean_of_last"]["bacc"] == pytest.approx(statistics.mean(means), rel=1e-4)
+    evaluate.main([*both, "--unfinished"])
+    out, err = capsys.readouterr()
+    assert "mean of the last 1 to 2 evaluations" in out and "iteration 2 of 4" in out.split("\n")[0]
+    assert err == f"{unfinished}: not finished, evaluated up to iteration 2 of 4\n"
+
+
+def test_a_table_says_how_many_evaluations_it_averages(runs, unfinished, tmp_path, capsys):
+    evaluate.main([str(runs / "l2ac_s0")])
+    assert "mean of the last 2 evaluations" in capsys.readouterr().out
+    evaluate.main([str(runs / "l2ac_s0"), str(unfinished)])          # not folded: side by side
+    out = capsys.readouterr().out
+    assert "(l2ac_s0: 2, none_s2 (not finished: evaluated up to iteration 2 of 4): 1)" in out
+    stopped(tmp_path / "run", f"{SETTING}none --seed 3", after=1)
+    evaluate.main([str(tmp_path / "run")])
+    assert "no evaluation yet" in capsys.readouterr().out
+
+
+def fake(folder, rows, seed, iters=6, **info):
+    cfg = SimpleNamespace(seed=seed, iters=iters, dataset="synthetic", lr=1.0,
+                          dataset_info={"names": ["a"]} | info)
+    return SimpleNamespace(folder=Path(folder), cfg=cfg, history=[{"iter": i} for i in rows])
+
+
+def test_runs_that_were_evaluated_differently_are_not_folded():
+    runs = [fake("x_s0", [3, 6], 0), fake("x_s1", [2, 4, 6], 1)]
+    with pytest.raises(UserError, match="x_s0 and x_s1"):
+        report.grouped(runs)
+    assert len(report.grouped(runs, unfinished=True)) == 1
+    other = fake("y_s2", [3, 6], 2, fingerprint="other data under the same path")
+    assert len(report.grouped([runs[0], other])) == 2
+    other.cfg.dataset = "other.npz"
+    with pytest.raises(UserError, match="other.npz"):
+        report.grouped([runs[0], other])
+
+
+def test_a_run_in_the_working_folder_has_a_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    group, = report.grouped([fake(".", [6], 0), fake("x", [6], 1)])
+    assert group.path.name == f"{tmp_path.name} (seeds 0,1)"
+
+
+def test_columns_of_the_same_name_are_told_apart(runs, tmp_path, capsys):
+    shutil.copytree(runs / "none_s0", tmp_path / "none_s0")
+    both = [str(runs / "none_s0"), str(tmp_path / "none_s0")]
+    evaluate.main([*both, "--csv", str(tmp_path / "table.csv")])
+    assert next(csv.reader(open(tmp_path / "table.csv"))) == ["section", "measure", *both]
+    code, err = exit_of(evaluate.main, [both[0], f"{runs}/../{runs.name}/none_s0"], capsys)
+    assert code == 2 and "named twice" in err
+
+
+@pytest.mark.parametrize("flags,named", [
+    ("--test random --csv x.csv", "--csv"), ("--test random --pseudo", "--pseudo"),
+    ("--test random --markdown", "--markdown"), ("--test random --unfinished", "--unfinished"),
+    ("--predict p --test random", "--test"), ("--predict p --json", "--json"),
+    ("--predict p --pseudo", "--pseudo"), ("--predict p --seed 0", "--seed"),
+    ("--predict p --gamma_t 10", "--gamma_t"), ("--gamma_t 10", "--gamma_t"),
+    ("--seed 0", "--seed"), ("--json --markdown", "--markdown"),
+    ("--csv no/such/folder/x.csv", "--csv"), ("--csv .", "--csv"),
+    ("other --predict p", "one run")])
+def test_flags_without_effect_are_refused(flags, named, capsys, tmp_path, monkeypatch):
+    """Before anything is loaded: there is no run."""
+    monkeypatch.chdir(tmp_path)
+    code, err = exit_of(evaluate.main, ["run", *flags.split()], capsys)
+    assert code == 2 and named in err and "no run" not in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_environment_of_torchrun_does_not_swallow_the_file(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    evaluate.main([str(runs / "none_s0"), "--csv", str(tmp_path / "table.csv")])
+    assert (tmp_path / "table.csv").exists()
+
+
+def test_an_imbalanced_test_set_says_how_it_was_made(runs, capsys):
+    evaluate.main([str(runs / "none_s0"), "--test", "longtail", "--json"])
+    told, = json.loads(capsys.readouterr().out).values()
+    assert (told["kind"], told["gamma_t"], told["seed"]) == ("longtail", 10, 0)
+    assert list(told["counts"].values()) == data.class_counts(20, 10, 10)

@@ -1,13 +1,14 @@
 """What the figures show: numbers of evaluate.py and log.csv, counts by hand; what is missing."""
 import csv
 import json
+import resource
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import stopped, train
+from conftest import exit_of, files, stopped, train
 from PIL import Image
 from sklearn.metrics import confusion_matrix
 
@@ -88,7 +89,7 @@ def test_figures_and_the_command_line_agree(groups, folder, capsys):
 
     def bars_of(figure):
         return heights(figure.axes[0].patches[:10])
-    assert bars_of(figures.recall(groups)) == pytest.approx(told["mean_of_last_20"]["recall"])
+    assert bars_of(figures.recall(groups)) == pytest.approx(told["mean_of_last"]["recall"])
     assert bars_of(figures.predicted(groups)) == pytest.approx(told["last"]["predicted"])
     assert bars_of(figures.pseudo_recall(groups)) == pytest.approx(told["pseudo"]["recall"])
     for figure, section in ((figures.confusion, "last"), (figures.pseudo_confusion, "pseudo")):
@@ -269,6 +270,63 @@ def test_runs_of_other_bases_have_views_and_curves(tmp_path, base):
     train(tmp_path / "run", f"{SETTING} --base {base}", baselines.train.main)
     assert figures.main([str(tmp_path / "run"), "--out", str(tmp_path), "--only", "views",
                          "curves"]) == 0
+
+
+NASTY = ["$", "_", "\\", "a$b$c_{", "x" * 200, "$\\frac{$", "a_b^c"]
+
+
+@pytest.fixture(scope="module")
+def nasty(tmp_path_factory):
+    """A run on classes with such names, of which the last has no test image, the others five."""
+    folder, g, K = tmp_path_factory.mktemp("nasty"), np.random.default_rng(0), len(NASTY)
+    x, y = g.integers(0, 256, (12 * K, 8, 8, 3), np.uint8), np.arange(12 * K) % K
+    np.savez(folder / "own.npz", x_train=x, y_train=y, x_test=x[:5 * K - 5],
+             y_test=np.arange(5 * K - 5) % (K - 1), names=np.array(NASTY))
+    train(folder / "run", f"--tau 0.2 --model wrn-10-1 --dataset {folder / 'own.npz'} --n1 6 "
+                          f"--m1 3 --gamma_l 2 --gamma_u 1")
+    return folder / "run"
+
+
+def test_names_are_drawn_as_they_are(nasty, tmp_path):
+    """In figures that hold a class without test images, too."""
+    assert figures.main([str(nasty), "--out", str(tmp_path), "--only", "recall"]) == 0
+    group, = load_groups(nasty)
+    ticks = figures.recall([group]).axes[0].get_xticklabels()
+    shown = [tick._preprocess_math(tick.get_text().split("\n")[0]) for tick in ticks]
+    assert [math for _, math in shown] == [False] * len(NASTY)
+    expected = [name if len(name) <= 20 else "x" * 12 + "…" + "x" * 7 for name in NASTY]
+    assert [text for text, _ in shown] == expected
+
+
+@slow
+def test_few_or_no_test_images_of_a_class(nasty, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(figures.FIGURES, "tsne", partial(figures.tsne, points=30))
+    assert figures.main([str(nasty), "--out", str(tmp_path)]) == 0
+    said = dict(line.split(": ", 1) for line in capsys.readouterr().err.splitlines())
+    assert said.keys() == {"imbalanced_tests", "recall", "predicted"}        # the bounds
+    assert "needs 10 test images" in said["imbalanced_tests"] and "--" not in said[
+        "imbalanced_tests"]
+    assert {p.stem for p in tmp_path.iterdir()} == figures.FIGURES.keys() - {"imbalanced_tests"}
+
+
+def test_a_figure_survives_a_failed_write(folder, tmp_path, capsys):
+    argv = [str(folder / "none_s0"), "--out", str(tmp_path), "--only", "curves"]
+    assert figures.main(argv) == 0
+    before, (soft, hard) = files(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        code, err = exit_of(figures.main, argv, capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2 and "curves.png" in err and files(tmp_path) == before
+
+
+def test_unfinished_seeds_are_not_drawn_as_one_curve(folder, tmp_path, capsys):
+    stopped(tmp_path / "none_s2", f"{SETTING} --tau 0.2 --method none --seed 2", after=4)
+    argv = [str(folder / "none_s0"), str(tmp_path / "none_s2"), "--out", str(tmp_path / "figures")]
+    code, err = exit_of(figures.main, argv, capsys)
+    assert code == 2 and "none_s2 is not finished" in err and not (tmp_path / "figures").exists()
+    assert figures.main([*argv, "--only", "curves", "--unfinished"]) == 0
 
 
 def stub(base="fixmatch", method="none", gamma_u=1.0):

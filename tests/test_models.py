@@ -96,8 +96,45 @@ def test_first_unit_of_stage_two(quirk):
     torch.testing.assert_close(unit(x), plain_unit(unit, x, quirk), rtol=1e-4, atol=1e-5)
 
 
-def test_the_first_shortcut_sees_the_activated_tensor():
-    unit = models.build("wrn-10-2", 5).stages[0]
+def released_logits(model, x, units):
+    """The released network from its description, on the weights of `model`, in train mode. A unit
+    that keeps its channels: identity, and BN, act, conv, BN, act, conv. One that changes them takes
+    its input as it is for convolution and 1x1 shortcut, in the first stage activated."""
+    def norm(x, bn):
+        mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), keepdim=True, unbiased=False)
+        x = (x - mean) / (var + 1e-5).sqrt() * bn.weight.view(-1, 1, 1) + bn.bias.view(-1, 1, 1)
+        return torch.where(x > 0, x, 0.1 * x)
+    x = F.conv2d(x, model.stem.weight, padding=1)
+    for i, unit in enumerate(model.stages):
+        c_out, c_in = unit.conv1.weight.shape[:2]
+        stage, stride = i // units, 2 if i >= units and i % units == 0 else 1
+        if c_in == c_out:
+            branch, shortcut = norm(x, unit.bn1), x
+        else:
+            branch = norm(x, unit.bn1) if stage == 0 else x
+            shortcut = F.conv2d(branch, unit.shortcut.weight, stride=stride)
+        branch = norm(F.conv2d(branch, unit.conv1.weight, stride=stride, padding=1), unit.bn2)
+        x = shortcut + F.conv2d(branch, unit.conv2.weight, padding=1)
+    return F.linear(norm(x, model.bn).mean((2, 3)), model.classifier.weight, model.classifier.bias)
+
+
+@pytest.mark.parametrize("depth,width", [(10, 1), (16, 1), (10, 2), (16, 3)])
+def test_the_released_wiring(depth, width):
+    torch.manual_seed(0)
+    model = models.build(f"wrn-{depth}-{width}", 5, quirk=True).double()
+    with torch.no_grad():
+        for norm in (m for m in model.modules() if isinstance(m, models.Norm)):
+            norm.weight.uniform_(0.5, 2)
+            norm.bias.uniform_(-1, 1)
+    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(model(x), released_logits(model, x, (depth - 4) // 6))
+    dead = [i for i, unit in enumerate(model.stages) if unit.bn1 is None]
+    assert dead == [(depth - 4) // 6, (depth - 4) // 3]       # the first units of stages 2 and 3
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_first_shortcut_sees_the_activated_tensor(width):
+    unit = models.build(f"wrn-10-{width}", 5).stages[0]
     torch.nn.init.zeros_(unit.conv2.weight)
     x = torch.randn(4, 16, 8, 8)
     torch.testing.assert_close(unit(x), unit.shortcut(F.leaky_relu(unit.bn1(x), 0.1)))

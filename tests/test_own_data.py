@@ -14,6 +14,7 @@ import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
 from support import UserError, config, readers
+from support.pictures import decode
 
 slow = pytest.mark.slow
 
@@ -82,7 +83,7 @@ def test_prediction_needs_the_run_folder_alone(folder, tmp_path, capsys):
 
     run = evaluate.load_run(tmp_path / "run")                        # the same by hand
     info = run.cfg.dataset_info
-    x = torch.from_numpy(readers.decode(one, (8, 8)))[None] / 255
+    x = torch.from_numpy(decode(one, (8, 8)))[None] / 255
     mean, std = (torch.tensor(info[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
         p = run.model((x - mean) / std).softmax(1)[0]
@@ -161,7 +162,7 @@ def test_a_run_is_not_resumed_on_other_classes(tmp_path, capsys):
     argv = [*TINY.split(), *flags(root).split(), "--iters", "6", "--resume", "--out",
             str(tmp_path / "run")]
     code, err = exit_of(train_fixmatch.main, argv, capsys)
-    assert code == 2 and "other classes" in err and err.count("\n") == 1
+    assert code == 2 and "other names" in err and err.count("\n") == 1
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from PIL import Image
 
 import data
 from support import UserError, readers
+from support.pictures import decode
 
 # ---------------------------------------------------------------------------------------------
 # archives
@@ -87,7 +88,7 @@ def test_sun397(tmp_path, monkeypatch):
 
 def picture(tmp_path, image, name="x.png", **save):
     image.save(tmp_path / name, **save)
-    return readers.decode(tmp_path / name, image.size[::-1])
+    return decode(tmp_path / name, image.size[::-1])
 
 
 def test_colour_is_left_as_it_is(tmp_path):
@@ -155,14 +156,14 @@ def test_a_picture_is_squeezed_whole(tmp_path):
     x[:, 20:] = 255
     for name in ("x.png", "x.jpg"):
         Image.fromarray(x).save(tmp_path / name)
-        small = readers.decode(tmp_path / name, (8, 8))
+        small = decode(tmp_path / name, (8, 8))
         assert small.shape == (3, 8, 8) and small[..., :3].max() < 30 and small[..., 5:].min() > 225
 
 
 def test_a_large_jpeg_keeps_its_mean(tmp_path):
     x = np.asarray(Image.fromarray(noise(6, 8, 3)).resize((800, 600), Image.Resampling.BICUBIC))
     Image.fromarray(x).save(tmp_path / "x.jpg", quality=95)
-    small = readers.decode(tmp_path / "x.jpg", (24, 32)).astype(float)
+    small = decode(tmp_path / "x.jpg", (24, 32)).astype(float)
     blocks = x.reshape(24, 25, 32, 25, 3).mean((1, 3)).transpose(2, 0, 1)
     assert abs(small - blocks).mean() < 3
 
@@ -185,7 +186,7 @@ def test_folder(folder):
     assert d.test_labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert data.load(str(folder)).images.shape[2:] == (32, 32)
     first = sorted((folder / "train/ape").glob("ape_*"))[0]
-    assert np.array_equal(d.images[0].numpy(), readers.decode(first, (10, 10)))
+    assert np.array_equal(d.images[0].numpy(), decode(first, (10, 10)))
     x = d.images[:36].numpy() / 255
     assert d.mean == pytest.approx(x.mean((0, 2, 3))) and d.std == pytest.approx(x.std((0, 2, 3)))
 
@@ -264,14 +265,13 @@ def test_no_more_pictures_are_held_than_needed(pictures):
 
 def test_expected_pictures_are_decoded_before_they_are_asked_for(pictures, monkeypatch):
     decoded, done = [], threading.Event()
-    original = readers.decode
 
-    def decode(path, size):
+    def watched(path, size):
         decoded.append(int(path[-6:-4]))
         if len(decoded) == 8:
             done.set()
-        return original(path, size)
-    monkeypatch.setattr(readers, "decode", decode)
+        return decode(path, size)
+    monkeypatch.setattr("support.pictures.decode", watched)
     stream = data.IndexStream(np.arange(40), 4, 0, "x")
     d = data.Dataset(pictures, np.zeros(40, int), pictures, None, ["a", "b"], None, None)
     d.read_ahead(stream)

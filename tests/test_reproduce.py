@@ -1,7 +1,11 @@
 """The paper's tables: every cell has a command that works, `run` does what is not done yet,
 `collect` computes means over seeds, and the README has the tables that it writes."""
 import csv
+import fcntl
 import json
+import math
+import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,14 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, checkpoint, wait_for
+from conftest import ROOT, checkpoint, exit_of, wait_for
 
 import data
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
 from scripts import collect, reproduce, tables
-from support import config
+from support import UserError, config
+from support import checkpoint as checkpoints
 
 MAINS = {"train_fixmatch.py": train_fixmatch.main, "train_mixmatch.py": train_mixmatch.main,
          "baselines.train": baselines.main}
@@ -200,12 +205,14 @@ def test_list_prints_one_command_per_line_with_its_hours(tmp_path, capsys):
     assert len(lines) == 2 * (66 - 2 * 4) and f"{len(lines)} runs, 0 done" in last
     # supervised methods have no gamma_u: three columns share their runs
     assert sum("evaluate.py" in line for line in lines) == 2 * 5          # the methods of table 6
-    done = tmp_path / "paper/cifar10_mixmatch_none_gamma_l100_gamma_u100_s0/result.json"
-    done.parent.mkdir(parents=True)
-    done.write_text("{}")
-    reproduce.main(["list", "--table", "1", "--scale", "paper", "--runs", str(tmp_path)])
-    done_lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("# python")]
-    assert len(done_lines) == 1 and "mixmatch" in done_lines[0] and "  # done;" in done_lines[0]
+    cell = next(c for c in tables.TABLES["1"] if (c.base, c.method) == ("mixmatch", "none"))
+    folder = write_run(tmp_path, cell, "paper")
+    (folder / "result.json").write_text("{}")
+    for state in ("  # ERROR: ", "  # done;"):
+        reproduce.main(["list", "--table", "1", "--scale", "paper", "--runs", str(tmp_path)])
+        marked = [x for x in capsys.readouterr().out.splitlines() if x.startswith("# python")]
+        assert len(marked) == 1 and cell.name in marked[0] and state in marked[0]
+        write_run(tmp_path, cell, "paper")
 
 
 def test_hours_follow_the_papers_rate():
@@ -217,6 +224,25 @@ def test_hours_follow_the_papers_rate():
 
 # ---------------------------------------------------------------------------------------------
 # run
+
+
+
+def write_run(runs, cell, scale="mini", seed=0, bacc=40.0, gm=30.0, last=(2, 3)):
+    """The files of a finished run, as far as `run` and `collect` read them, with two evaluations
+    that count; `last`: by how much the second is above the mean."""
+    folder = Path(cell.folder(scale, seed, runs))
+    folder.mkdir(parents=True, exist_ok=True)
+    cfg = vars(configuration(cell.command(scale, seed, runs)))
+    rows = [f"{it},{bacc + sign * last[0]},{gm + sign * last[1]}"
+            for it, sign in ((1, 0), (cfg["iters"] - 1, -1), (cfg["iters"], 1))]
+    (folder / "log.csv").write_text("\n".join(["iter,bacc,gm", *rows]))
+    (folder / "config.json").write_text(json.dumps(cfg | {"dataset_info": {}, "torch": "2"}))
+    keys = ("method", "base", "dataset", "gamma_l", "seed", "iters", "scale", "recipe")
+    (folder / "result.json").write_text(json.dumps({key: cfg[key] for key in keys} | {
+        "bacc": bacc, "gm": gm, "acc": 1.0, "recall": [50.0, None], "evaluations": 2}))
+    (folder / "last.pt").touch()
+    return folder
+
 
 SMALL = "--image_size 8 --batch_size 6 --eval_every 2"
 
@@ -284,12 +310,9 @@ def test_collect_computes_means_over_seeds_and_says_not_run(monkeypatch, tmp_pat
     cells = [small_cell("--n1 9"), small_cell("--n1 8", column="c", paper="N/A"),
              small_cell("--n1 7", row="d"), small_cell("--n1 6", row="d", column="c")]
     monkeypatch.setattr(tables, "TABLES", {"1": cells})
-    for name, scale, bacc, gm in (("n19_s0", "mini", 40, 10), ("n19_s1", "mini", 44, 13),
-                                  ("n17_s0", "mini", 30, 20), ("n19_s0", "paper", 80, 79)):
-        folder = tmp_path / "runs" / scale / f"synthetic_fixmatch_none_{name}"
-        folder.mkdir(parents=True)
-        (folder / "result.json").write_text(json.dumps({"bacc": bacc, "gm": gm, "acc": 1}))
-        (folder / "log.csv").write_text(f"bacc,gm\n1,1\n{bacc + 2},{gm + 3}\n")
+    for i, seed, scale, bacc, gm in ((0, 0, "mini", 40, 10), (0, 1, "mini", 44, 13),
+                                     (2, 0, "mini", 30, 20), (0, 0, "paper", 80, 79)):
+        write_run(tmp_path / "runs", cells[i], scale, seed, bacc, gm)
     (tmp_path / "results").mkdir()
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- table 1 -->\n<!-- end -->\nafter\n<!-- end -->\n")
@@ -313,26 +336,154 @@ after
     assert rows[2]["ours"] == "not run" and rows[2]["bacc"] == ""
 
 
-def test_imbalanced_test_sets_belong_to_the_checkpoint_they_were_made_with(monkeypatch, tmp_path):
+@pytest.fixture
+def one_cell(monkeypatch, tmp_path):
+    """A cell of an imbalanced test set, its finished run, and all files that `collect` writes."""
     cell = small_cell("--n1 9", test="longtail")
     monkeypatch.setattr(tables, "TABLES", {"6": [cell]})
-    folder, results = Path(cell.folder("mini", 0, tmp_path)), tmp_path / "results"
-    folder.mkdir(parents=True)
-    judged = tables.test_set_file(folder, "longtail")
+    (tmp_path / "README.md").write_text("<!-- table 6 -->\n<!-- end -->\n")
+    return cell, write_run(tmp_path / "runs", cell)
 
-    def shown():
-        collect.copy_results(tmp_path, results)
-        return collect.ours(cell, "mini", collect.read_results(results))
-    (folder / "result.json").write_text('{"bacc": 1, "gm": 2}')
-    (folder / "log.csv").write_text("bacc,gm\n1,2\n")
-    (folder / "last.pt").touch()
-    assert shown() == ""
-    judged.write_text('{"a run": {"bacc": 40, "gm": 30, "acc": 50, "counts": {}}}')
-    assert shown() == "40.0 / 30.0 / 50.0 (1)"
+
+def collect_in(tmp_path):
+    """The table that `collect` makes of tmp_path/runs."""
+    collect.collect(tmp_path / "runs", tmp_path / "results", tmp_path / "README.md")
+    return (tmp_path / "README.md").read_text()
+
+
+def judged_numbers(folder, **more):
+    return json.dumps({f"runs/mini/{folder.name}": {"bacc": 40, "gm": 30, "acc": 50, "counts": {},
+                                                    "kind": "longtail"} | more})
+
+
+def test_imbalanced_test_sets_belong_to_the_checkpoint_they_were_made_with(one_cell, tmp_path,
+                                                                           capsys):
+    cell, folder = one_cell
+    judged, shown = tables.test_set_file(folder, "longtail"), "40.0 / 30.0 / 50.0 (1)"
+    assert "not run" in collect_in(tmp_path) and not capsys.readouterr().err
+    judged.write_text(judged_numbers(folder))
+    assert reproduce.Job(cell, "mini", 0, tmp_path / "runs").done
+    assert shown in collect_in(tmp_path)
+    os.utime(judged, (0, 0))                            # the run was trained again, says the clock
+    assert shown in collect_in(tmp_path)                # ... but its numbers are those in results/
+    assert str(judged) in capsys.readouterr().err and not reproduce.Job(
+        cell, "mini", 0, tmp_path / "runs").done
     judged.unlink()
-    assert shown() == "40.0 / 30.0 / 50.0 (1)"                     # from results/
-    (folder / "result.json").write_text('{"bacc": 5, "gm": 6}')    # another run of that name
-    assert shown() == ""
+    assert shown in collect_in(tmp_path)
+    write_run(tmp_path / "runs", cell, bacc=5)          # another run of that name
+    assert "not run" in collect_in(tmp_path)
+
+
+def changed(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+DAMAGE = {  # what is wrong with the files of a run: what the sentence says
+    "another dataset": (lambda f: changed(f / "config.json", dataset="cifar10"), "dataset is"),
+    "another flag": (lambda f: changed(f / "config.json", tau=0.5), "tau is 0.5"),
+    "another length": (lambda f: changed(f / "config.json", iters=2), "iters is 2"),
+    "an older version": (lambda f: (f / "config.json").write_text("{}"), "method is None"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json is damaged"),
+    "nested": (lambda f: (f / "config.json").write_text("[" * 99999), "config.json is damaged"),
+    "another seed": (lambda f: changed(f / "result.json", seed=3), "seed is 3"),
+    "another gamma": (lambda f: changed(f / "result.json", gamma_l=7), "gamma_l is 7"),
+    "too large": (lambda f: changed(f / "result.json", bacc=9999), "bacc is 9999"),
+    "negative": (lambda f: changed(f / "result.json", gm=-1), "gm is -1"),
+    "nan": (lambda f: changed(f / "result.json", acc=math.nan), "acc is nan"),
+    "null": (lambda f: changed(f / "result.json", acc=None), "acc is None"),
+    "true": (lambda f: changed(f / "result.json", acc=True), "acc is True"),
+    "recalls": (lambda f: changed(f / "result.json", recall=[1e9]), "recall of class 0"),
+    "no recalls": (lambda f: changed(f / "result.json", recall=3), "recall is 3"),
+    "evaluations": (lambda f: changed(f / "result.json", evaluations=0), "evaluations is 0"),
+    "other mean": (lambda f: changed(f / "result.json", bacc=60.0), "different runs"),
+    "half": (lambda f: (f / "result.json").write_text('{"ba'), "result.json is damaged"),
+    "binary": (lambda f: (f / "result.json").write_bytes(b"\xff\xfe"), "result.json is damaged"),
+    "a folder": (lambda f: ((f / "log.csv").unlink(), (f / "log.csv").mkdir()), "cannot be read"),
+    "no log": (lambda f: (f / "log.csv").unlink(), "log.csv is missing"),
+    "empty log": (lambda f: (f / "log.csv").write_text(""), "not finished"),
+    "stopped": (lambda f: (f / "log.csv").write_text("iter,bacc,gm\n4,1,1\n"), "iteration 4 of"),
+    "odd log": (lambda f: (f / "log.csv").write_text("iter,bacc,gm\n4,x\n"), "log.csv is damaged"),
+    "NUL": (lambda f: (f / "log.csv").write_bytes(b"iter,bacc,gm\n\0,,\n"), "log.csv is damaged"),
+    "test": (lambda f: tables.test_set_file(f, "longtail").write_text("{}"), "not of the run"),
+    "test of another": (lambda f: tables.test_set_file(f, "longtail").write_text(
+        judged_numbers(Path("other_s0"))), "not of the run"),
+    "test kind": (lambda f: tables.test_set_file(f, "longtail").write_text(
+        judged_numbers(f, kind="random")), "kind is random"),
+    "test range": (lambda f: tables.test_set_file(f, "longtail").write_text(
+        judged_numbers(f, acc=101)), "acc is 101"),
+    "bench": (lambda f: (f.parents[1] / "bench.json").write_text("{"), "bench.json is damaged")}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_collect_refuses_what_does_not_fit_and_writes_nothing(one_cell, tmp_path, capsys, what):
+    """A good run stands first in order, so that a copy would be seen."""
+    cell, folder = one_cell
+    other = write_run(tmp_path / "runs", cell, seed=1)
+    damage, sentence = DAMAGE[what]
+    damage(other)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    code, err = exit_of(lambda _: collect_in(tmp_path), [], capsys)
+    assert code == 2 and err.count("\n") == 1 and sentence in err
+    assert str(other) in err or what == "bench"
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    if not what.startswith(("test", "bench")):             # `run` does not take it for done
+        with pytest.raises(UserError, match=re.escape(str(other))):
+            reproduce.run_jobs(reproduce.jobs(["6"], "mini", [0, 1], tmp_path / "runs"), 1)
+
+
+def test_files_of_results_are_checked_when_tables_are_written(one_cell, tmp_path, capsys):
+    collect_in(tmp_path)
+    file, = (tmp_path / "results/mini").iterdir()
+    shutil.rmtree(tmp_path / "runs")
+    good = file.read_text()
+    for values in (dict(bacc=9999), dict(method="l2ac"), dict(seed=3), dict(last=None),
+                   dict(tests={"longtail": {"bacc": -1}}), dict(dataset="cifar10")):
+        file.write_text(json.dumps(json.loads(good) | values))
+        code, err = exit_of(lambda _: collect_in(tmp_path), [], capsys)
+        assert code == 2 and str(file) in err and err.count("\n") == 1
+    file.write_text(good)
+    file.with_name("of no cell.json").write_text("{}")
+    collect_in(tmp_path)
+    assert "of no cell.json belongs to no cell" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_holds_is_waited_for(one_cell, tmp_path, capsys, monkeypatch):
+    """The other process ends, and its run is finished: nothing to do, and no failure."""
+    cell, folder = one_cell
+    tables.test_set_file(folder, "longtail").write_text(judged_numbers(folder))
+    (folder / "result.json").rename(tmp_path / "later")
+    holder = os.open(folder, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+
+    def wait(seconds):
+        (tmp_path / "later").rename(folder / "result.json")
+        os.close(holder)
+    monkeypatch.setattr(reproduce.time, "sleep", lambda seconds: seconds and wait(seconds))
+    assert reproduce.run_jobs(reproduce.jobs(["6"], "mini", [0], tmp_path / "runs"), 1) == 0
+    out = capsys.readouterr().out
+    assert f"under way elsewhere, waiting for it: {folder}" in out and "all done" in out
+
+
+@pytest.mark.slow
+def test_a_folder_in_use_is_not_a_failure_of_the_command(two_cells, tmp_path, monkeypatch):
+    """The command itself finds the lock taken, between our look and its start."""
+    monkeypatch.setattr(reproduce, "in_use", lambda folder: False)
+    job, _ = reproduce.jobs(["x"], "mini", [0], tmp_path / "runs")
+    checkpoints.lock(job.folder)
+    try:
+        assert reproduce.Workers(1).execute(job) == reproduce.BUSY
+    finally:
+        checkpoints.lock(tmp_path)                          # gives the first one back
+
+
+@pytest.mark.parametrize("argv,named", [
+    ("list --jobs 2", "--jobs"), ("collect --scale mini", "--scale"),
+    ("collect --seeds 0", "--seeds"), ("run --runs README.md", "--runs")])
+def test_flags_without_effect_are_refused(argv, named, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, err = exit_of(reproduce.main, argv.split(), capsys)
+    assert code == 2 and named in err and err.count("\n") == 1
 
 
 def test_the_effect_of_a_recipe_is_that_at_the_same_seeds():

@@ -1,6 +1,7 @@
 """DARP, CReST, ABC, SaR, DASO: fixtures, reductions to the base method, independent solvers."""
 import json
 from collections import deque
+from copy import deepcopy
 from functools import cache
 from types import SimpleNamespace
 
@@ -13,8 +14,10 @@ from scipy import optimize
 
 import data
 import evaluate
-from baselines import abc_head, crest, darp, daso, sar
+import models
+from baselines import Context, abc_head, crest, darp, daso, sar, supervised
 from baselines.train import configure, main
+from support.augment import Normalise, strong
 from train_mixmatch import sharpen
 
 # CIFAR-10, gamma_l = gamma_u = 100, N_1 = 1500, M_1 = 3000
@@ -97,6 +100,26 @@ def test_darp_due_numbers():
     assert (2 * t).long().tolist() == [9002, 5395, 3234, 1938, 1158, 696, 414, 246, 150, 90]
     close(darp.due_numbers(N, 7443),
           "3001.2 1798.7 1078.4 646.3 386.2 232.1 138.1 82.0 50.0 30.0", 0.06)
+
+
+@pytest.mark.parametrize("constants", [
+    supervised.margins, supervised.effective_number_weights, supervised.inverse_frequency_weights,
+    abc_head.keep_rates, sar.mitigating_vector, lambda n: daso.blend_weights(n, 1.5),
+    lambda n: darp.due_numbers(n, 7443), lambda n: crest.alignment_target(n, 1, 3)])
+def test_constants_go_with_the_counts_and_not_with_the_number_of_the_class(constants):
+    mixed = torch.from_numpy(np.random.default_rng(0).permutation(10))
+    assert N[mixed].argmin() != 9
+    torch.testing.assert_close(constants(N[mixed]), constants(N)[mixed])
+
+
+@pytest.mark.parametrize("flags,expected", [
+    ("cifar10 --gamma_u 100", (1.5, 10, 10)), ("cifar10 --gamma_u 1", (0.3, 10, 10)),
+    ("cifar10 --gamma_u 100 --reverse_u", (0.3, 10, 10)), ("cifar100", (0.3, 100, 20)),
+    ("stl10", (0.3, 100, 20))])
+def test_defaults_that_depend_on_the_data(flags, expected):
+    daso_cfg, darp_cfg = (configure(f"--method {m} --dataset {flags}".split())[0]
+                          for m in ("daso", "darp"))
+    assert (daso_cfg.daso_td, darp_cfg.darp_period, darp_cfg.darp_outer) == expected
 
 
 # ---------------------------------------------------------------------------------------------
@@ -182,11 +205,27 @@ def test_refinement_against_a_general_solver():
     np.testing.assert_allclose(ours.ravel(), best.x, atol=1e-4)
 
 
+def test_newton_against_bisection():
+    """Column by column, from 0 and from an old root; rows of small entropy move slowly."""
+    g = np.random.default_rng(0)
+    A, H, a = g.dirichlet([.5, .5, .5], size=40), g.uniform(.05, .6, (40, 1)), np.ones((40, 1))
+    t = A.sum(0) * [.6, 1.3, 2.5]
+    roots = [optimize.brentq(lambda nu, k=k: (A[:, k] * np.exp(-nu * H[:, 0])).sum() - t[k],
+                             -50, 50, xtol=1e-12) for k in range(3)]
+    for guess in ([0., 0., 0.], [3., -9., 1.]):
+        ours = darp.column_roots(*map(torch.from_numpy, (A, H, a, t)), torch.tensor(guess).double())
+        np.testing.assert_allclose(ours, roots, atol=1e-5)
+
+
 def test_trimming_by_hand():
     Q = torch.tensor([[.9, .1], [.8, .2], [.3, .7], [.6, .4]])
     A = darp.trim(Q, torch.tensor([1.0, 1.0], dtype=torch.float64), delta=2.0).numpy()
     # class 0 keeps rows 0, 1 (sum 1.7), class 1 rows 2, 3 (sum 1.1); each scaled to sum to 1
     by_hand = np.array([[.9 / 1.7, 0], [.8 / 1.7, 0], [0, .7 / 1.1], [0, .4 / 1.1]]) + 1e-6
+    np.testing.assert_allclose(A, by_hand / by_hand.sum(1, keepdims=True), atol=1e-5)
+    # int(1.5 * 1.5) = 2 rows and int(1.5 * 1.2) = 1 row; row 3 is nowhere: uniform
+    A = darp.trim(Q, torch.tensor([1.5, 1.2], dtype=torch.float64), delta=1.5).numpy()
+    by_hand = np.array([[.9, 0], [.8, 0], [0, .7], [0, 0]]) * [1.5 / 1.7, 1.2 / .7] + 1e-6
     np.testing.assert_allclose(A, by_hand / by_hand.sum(1, keepdims=True), atol=1e-5)
 
 
@@ -204,6 +243,13 @@ def test_raw_predictions_are_stored_and_refined_ones_used():
     late = method.refine(p, SimpleNamespace(step=2, index_u=np.array([8, 5])))
     torch.testing.assert_close(method.R.sum(0), torch.tensor([2.0, 1.0]), atol=0.01, rtol=0)
     assert torch.equal(late, method.R[[2, 0]])
+    # Between refreshes the batch gets old rows of R, whatever is predicted today.
+    R = method.R.clone()
+    between = method.refine(1 - p, SimpleNamespace(step=3, index_u=np.array([3, 5])))
+    assert torch.equal(between, R[[1, 0]]) and torch.equal(method.R, R)
+    assert torch.equal(method.Q, torch.stack([1 - p[1], 1 - p[0], p[0]]))
+    method.refine(p, SimpleNamespace(step=2 + 10, index_u=np.array([8, 5])))
+    assert not torch.equal(method.R, R)                       # the next refresh
 
 
 def test_the_confusion_estimate_recovers_known_counts():
@@ -216,6 +262,30 @@ def test_the_confusion_estimate_recovers_known_counts():
     assert good and torch.allclose(estimate, counts.double())
     nearly_alike = 0.01 * C.T[y] + 0.99 * C.T[y].mean(0)      # condition number about 100 times
     assert not darp.invert_confusion(nearly_alike, y, p_u)[1]
+
+
+@pytest.mark.parametrize("usable", [(2, 5, 9), ()])
+def test_the_estimate_is_the_mean_of_the_usable_ones(monkeypatch, usable):
+    """Ten estimates M = 1, 2, ..., 10 at class 0, else 1, on the way through SGD with lr 0.1, a
+    tenth of it after 80 % and a hundredth after 90 %."""
+    method, rates, calls = at_work("--method darp --pool union --darp_warm 1"), [], []
+    step = torch.optim.SGD.step
+
+    def spy(self):
+        rates.append(self.param_groups[0]["lr"])
+        step(self)
+
+    def invert(p_held, y_held, p_u):
+        calls.append(len(p_u))
+        M = torch.ones(10, dtype=torch.float64)
+        M[0] = len(calls)
+        return M, len(calls) - 1 in usable
+    monkeypatch.setattr(torch.optim.SGD, "step", spy)
+    monkeypatch.setattr(darp, "invert_confusion", invert)
+    ours, new = darp.estimate_counts(method.ctx), len({*method.ctx.index_u} - {*method.ctx.index_l})
+    assert rates == pytest.approx([0.1] * 8 + [0.01, 0.001]) and calls == [new] * 10
+    head = (3 + 6 + 10) / 3 if usable else 10
+    assert ours.tolist() == pytest.approx([x * new / (head + 9) for x in [head] + [1] * 9])
 
 
 def test_hold_out_never_takes_more_than_half_of_a_class():
@@ -245,6 +315,115 @@ def test_selection_by_hand():
     predicted, confidence = np.array([0, 0, 0, 0, 1, 1, 2]), np.array([.5, .9, .7, .6, .3, .8, .4])
     labels = crest.select(predicted, confidence, np.array([0.5, 0.6, 1.0]))
     assert labels.tolist() == [-1, 0, 0, -1, -1, 1, 2]        # int(0.6 * 2) = 1 of class 1
+
+
+def test_only_images_without_labels_are_ranked():
+    """--pool union, perfect predictions, sure of the labeled images above all."""
+    labels = np.repeat(np.arange(10), (N + M).long())
+    place = np.arange(len(labels)) - np.searchsorted(labels, labels)           # within its class
+    index_l = np.flatnonzero(place < N.numpy()[labels])
+    sure = 1 + np.isin(np.arange(len(labels)), index_l)
+    logits = torch.eye(10)[labels] * torch.from_numpy(sure)[:, None]
+    ctx = SimpleNamespace(
+        cfg=SimpleNamespace(crest_generations=2, iters=10, batch_size=2, seed=0), counts=N,
+        index_l=index_l, index_u=np.random.default_rng(0).permutation(len(labels)), shard=(0, 1),
+        ema=SimpleNamespace(model=lambda x: logits[x]), normalise=torch.from_numpy,
+        dataset=SimpleNamespace(labels=labels, take=lambda index: (index, None),
+                                read_ahead=lambda stream: None))
+    method = crest.CReST(ctx)
+    method.restart = lambda: None
+    method.after_epoch(5)
+    adopted = method.adopted.numpy()
+    assert np.bincount(adopted[adopted >= 0]).tolist() == [
+        646, 459, 324, 231, 164, 117, 83, 59, 42, 30]
+    chosen = ctx.index_u[adopted >= 0]
+    assert not np.isin(chosen, index_l).any()
+    assert np.array_equal(labels[chosen], adopted[adopted >= 0])
+
+
+def at_work(flags):
+    """A method with a context of real parts, after three supervised steps of its network."""
+    cfg, method = configure([*TINY.split(), *f"{SHORT} --seed 4 {flags}".split()])
+    dataset = data.load("synthetic", image_size=8)
+    index_l, index_u = data.split(dataset, cfg)
+    model, ema, features = models.build_with_ema(cfg, 10, torch.device("cpu"), method.heads)
+    optimizer = torch.optim.Adam(model.parameters(), cfg.lr)
+    counts = torch.bincount(torch.from_numpy(dataset.labels[index_l])).double()
+    stream = data.IndexStream(index_l, 6, 4, "labeled")
+    method = method(Context(cfg, torch.device("cpu"), (0, 1), dataset, index_l, index_u, stream,
+                            counts, Normalise(dataset.mean, dataset.std), model, ema, optimizer,
+                            features))
+    for step in range(3):
+        one_step(method, model, optimizer, step)
+        ema.update()
+    return method
+
+
+def one_step(method, model, optimizer, step):
+    x, y = method.ctx.dataset.take(*method.labeled(step))
+    logits = model.classifier(model.features(method.ctx.normalise(x)))
+    batch = SimpleNamespace(step=step, index_u=method.ctx.index_u[:6])
+    method.refine(logits.detach().softmax(1), batch)
+    optimizer.zero_grad()
+    F.cross_entropy(logits, y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["crest", "crest+"])
+def test_a_restart_is_a_fresh_build(name):
+    """What the EMA (not the live network) predicts is adopted; then network, EMA, optimizer and
+    ring buffer are those of a run that begins."""
+    method = at_work(f"--method {name} --crest_generations 3 --pool union --lr 0.05 --ema 0.9")
+    ctx = method.ctx
+    new = np.flatnonzero(~np.isin(ctx.index_u, ctx.index_l))
+    x = ctx.normalise(ctx.dataset.take(ctx.index_u[new])[0])
+
+    def adopted_from(network):
+        with torch.no_grad():
+            confidence, y = deepcopy(network).eval()(x).softmax(1).max(1)
+        labels = np.full(len(ctx.index_u), -1)
+        labels[new] = crest.select(y.numpy(), confidence.numpy(), crest.shares(method.counts))
+        return labels
+    expected = adopted_from(ctx.ema.model)
+    assert not np.array_equal(expected, adopted_from(ctx.model)) and (expected >= 0).any()
+    method.after_epoch(3)
+    assert np.array_equal(method.adopted, expected)
+
+    torch.manual_seed(4 + 1000003)
+    fresh = models.build("wrn-10-1", 10, ctx.cfg.bn_momentum)
+    optimizer = torch.optim.Adam(fresh.parameters(), ctx.cfg.lr)
+    assert same(dict(ctx.model.state_dict()), dict(fresh.state_dict()))
+    assert same(dict(ctx.ema.model.state_dict()), dict(fresh.state_dict()))
+    if name == "crest+":
+        assert torch.equal(method.recent, torch.full((128, 10), 0.1))
+    for step in (3, 4):                                       # the next steps agree bit for bit
+        for network, adam in ((ctx.model, ctx.optimizer), (fresh, optimizer)):
+            one_step(method, network, adam, step)
+        ctx.ema.update()
+    assert same(dict(ctx.model.state_dict()), dict(fresh.state_dict()))
+    assert same(ctx.optimizer.state_dict(), optimizer.state_dict())
+    assert not torch.equal(ctx.ema.model.stem.weight, ctx.ema.live[0])         # it trails again
+
+    # The labeled images of this generation, adopted ones under the labels predicted for them; the
+    # next selection starts from the original ones.
+    labels = ctx.dataset.labels.copy()
+    labels[ctx.index_u[expected >= 0]] = expected[expected >= 0]
+    index, y = (np.concatenate(part) for part in zip(*map(method.labeled, range(3, 200)),
+                                                     strict=True))
+    assert set(index) == {*ctx.index_l, *ctx.index_u[expected >= 0]}
+    assert np.array_equal(y, labels[index]) and (y != ctx.dataset.labels[index]).any()
+    expected, first = adopted_from(ctx.ema.model), expected
+    method.after_epoch(6)
+    assert np.array_equal(method.adopted, expected) and ((first >= 0) & (expected < 0)).any()
+
+
+def test_the_ramp_of_mixmatch_starts_again_with_each_generation(tmp_path):
+    losses = []
+    train(tmp_path, f"{SHORT} --base mixmatch --method crest --crest_generations 2 --iters 8 "
+          f"--eval_every 4 --lambda_u 40", main, lambda step, values: losses.append(
+              [values[name].item() for name in ("loss", "loss_x", "loss_u")]))
+    weights = [(loss - loss_x) / loss_u for loss, loss_x, loss_u in losses]
+    assert weights == pytest.approx(2 * [0, 10, 20, 30], rel=1e-3, abs=1e-3)
 
 
 def test_generations_start_again_with_more_labels(tmp_path):
@@ -339,6 +518,40 @@ def test_abc_loss_by_hand():
     assert 0 < len(kept) < sure < U
     assert ours.item() == pytest.approx(loss, rel=1e-6)
 
+    # Its gradient in closed form, sum (p - target) z^T: the targets are constants.
+    r = np.zeros((B + 2 * U, 3))
+    for i in range(B):
+        if draw_l[i] < [.25, .5, 1][y[i]]:
+            r[i] = (np.exp(log_p[i]) - np.eye(3)[y[i]]) / B
+    for u in kept:
+        for row in (B + 2 * u, B + 2 * u + 1):
+            r[row] = (np.exp(log_p[row]) - q[u]) / U
+    ours.backward()
+    np.testing.assert_allclose(head.weight.grad.numpy(), r.T @ z, rtol=1e-6)
+    np.testing.assert_allclose(head.bias.grad.numpy(), r.sum(0), rtol=1e-6)
+
+
+def test_abc_counts_a_confidence_of_exactly_its_tau():
+    rows = torch.zeros(2, 2)                                  # H = log 2 of every target
+    for confidence, kept in ((.95, 1), (.9499, 0)):
+        q = torch.tensor([[confidence, 1 - confidence]])
+        loss = abc_head.consistency_loss(rows, q, torch.ones(2), torch.zeros(1))
+        assert loss.item() == pytest.approx(2 * kept * np.log(2))
+
+
+def test_abc_on_mixmatch_looks_at_unmixed_views():
+    """Labeled views and two strong views of each unlabeled image in passes of their own, in train
+    mode; running statistics stay."""
+    method = at_work("--base mixmatch --method abc")
+    ctx, before = method.ctx, deepcopy(dict(method.ctx.model.named_buffers()))
+    x_u, _ = ctx.dataset.take(ctx.index_u[:3])
+    x_l = torch.randn(4, 3, 8, 8)
+    z_l, z_s = method.unmixed(SimpleNamespace(step=7, x_l=x_l, x_u=x_u))
+    assert same(dict(ctx.model.named_buffers()), before)
+    torch.testing.assert_close(z_l, deepcopy(ctx.model).features(x_l))
+    views = strong(x_u[[0, 0, 1, 1, 2, 2]], data.rng(4, "strong view", 7), ctx.normalise)
+    torch.testing.assert_close(z_s, deepcopy(ctx.model).features(views))
+
 
 def test_abc_predicts_with_its_own_head(finished):
     folder = finished(flags_of("fixmatch", "abc", EAGER["abc"]))
@@ -376,6 +589,8 @@ def test_sar_counts_the_newest_raw_predictions_of_seen_images():
     expected = p.numpy() * v
     np.testing.assert_allclose(refined, expected / expected.sum(1, keepdims=True), rtol=1e-5)
     assert method.newest.tolist() == [0, 0, 2, -1]
+    refined = method.refine(torch.tensor([[.38, .2, .42]]), SimpleNamespace(index_u=np.array([3])))
+    assert refined.argmax() == 0 and method.newest.tolist() == [0, 0, 2, 2]    # as it was predicted
 
 
 def test_sar_on_mixmatch_acts_before_the_sharpening():
@@ -430,3 +645,64 @@ def test_blending_and_alignment_by_hand():
     rows = np.array([[1, 0, -1], [0, 1, 0]]) / .05            # cosines of the two strong views
     log_p = rows - np.log(np.exp(rows).sum(1, keepdims=True))
     assert method.extra_loss(batch).item() == pytest.approx(-(q * log_p).sum(1).mean(), rel=1e-4)
+
+
+def test_daso_has_no_alignment_loss_on_mixmatch():
+    """All rows are mixtures there; the labels are blended all the same."""
+    method = daso_method(lambda x: x)
+    method.ctx.cfg.base, method.histogram[0] = "mixmatch", 1.
+    batch = SimpleNamespace(step=2, x_l=torch.eye(2), y_l=torch.arange(2), z=torch.ones(6, 2),
+                            z_u=torch.tensor([[0., 1.]]))
+    assert method.refine(torch.tensor([[.8, .1, .1]]), batch).argmax() == 1
+    assert method.extra_loss(batch) == 0
+
+
+def softmax(rows):
+    return np.exp(rows) / np.exp(rows).sum(1, keepdims=True)
+
+
+def test_eight_steps_of_daso_by_hand():
+    """Four unlabeled images, two strong views of each, blending from the third step on; a window
+    of two steps. Queues as lists, windows as lists of labels."""
+    method, g = daso_method(lambda x: x), np.random.default_rng(1)
+    queues, window, m, moved = [[], [], []], [], np.zeros(3), 0
+
+    def cosines(z):
+        rows = []
+        for row in z:
+            centres = [np.mean(queue, axis=0) if queue else np.zeros(2) for queue in queues]
+            rows.append([row @ c / max(np.linalg.norm(row) * np.linalg.norm(c), 1e-12) / .05
+                         for c in centres])
+        return np.array(rows)
+    for step in range(8):
+        x_l, y_l, z_u = g.normal(size=(3, 2)), g.integers(3, size=3), g.normal(size=(4, 2))
+        z, p = g.normal(size=(3 + 8, 2)), g.dirichlet([3, 2, 1], size=4)
+        batch = SimpleNamespace(step=step, **{k: torch.from_numpy(v) for k, v in (
+            ("x_l", x_l), ("y_l", y_l), ("z_u", z_u), ("z", z))})
+        batch.x_l, batch.z_u, batch.z = batch.x_l.float(), batch.z_u.float(), batch.z.float()
+        refined = method.refine(torch.from_numpy(p).float(), batch).numpy()
+        batch.z.requires_grad_()
+        loss = method.extra_loss(batch)
+
+        for row, k in zip(x_l, y_l, strict=True):
+            queues[k].append(row)
+        blended = p.copy()
+        if step >= 2:
+            q = softmax(cosines(z_u))
+            for i, k in enumerate(p.argmax(1)):
+                v = (m[k] / m.max()) ** (1 / 1.5)
+                blended[i] = (1 - v) * p[i] + v * q[i]
+            moved += (blended.argmax(1) != p.argmax(1)).sum()
+            log_p = np.log(softmax(cosines(z[3:])))
+            by_hand = -sum(q[i] @ log_p[2 * i + view] for i in range(4) for view in (0, 1)) / 8
+            assert loss.item() == pytest.approx(by_hand, rel=1e-4)
+            gradient, = torch.autograd.grad(loss, batch.z)
+            assert (gradient[:3] == 0).all() and (gradient[3:] != 0).any()
+        else:
+            assert loss == 0
+        np.testing.assert_allclose(refined, blended, rtol=1e-4, atol=1e-6)
+        window += blended.argmax(1).tolist()
+        if step % 2:
+            m, window = np.bincount(window, minlength=3).astype(float), []
+        assert method.histogram.tolist() == m.tolist()
+    assert moved > 3                         # a histogram of labels that are not blended differs

@@ -79,6 +79,10 @@ def test_averages_of_another_number_of_ranks_are_restored_as_their_mean(monkeypa
     monkeypatch.setattr(distributed, "rank", lambda: 1)
     averages.load_state_dict({"sums": sums})                 # the same number: each its own
     assert torch.equal(averages.sums, sums[1])
+    for wrong in ([], {}, {"sums": 3}, {"sums": torch.tensor(1.0)}, {"sums": sums[:, :1]},
+                  {"sums": sums[:0]}, {"sums": sums.double()}):
+        with pytest.raises(ValueError, match="sums"):
+            averages.load_state_dict(wrong)
 
 
 def test_rows_of_all_ranks_and_back(monkeypatch):
@@ -98,12 +102,15 @@ def test_rows_of_all_ranks_and_back(monkeypatch):
 # losses and weights that are not finite
 
 
+CFG = SimpleNamespace(method="l2ac", lr=0.002, lambda_u=1e9, eta=1e-4)
+
+
 def losses(x, u):
     return {"loss_x": torch.tensor(x), "loss_u": torch.tensor(u)}
 
 
 def test_guard_names_the_iteration_and_the_losses():
-    guard = NaNGuard()
+    guard = NaNGuard(CFG)
     guard.pending.append((0, losses(1.0, 2.0)))
     assert not guard.flush()
     guard.pending.append((1, losses(1.0, math.nan)))
@@ -114,29 +121,33 @@ def test_guard_names_the_iteration_and_the_losses():
 
 def test_guard_on_a_device_that_is_not_waited_for():
     """There losses pile up until something is saved; the first bad one is named."""
-    guard = NaNGuard()
+    guard = NaNGuard(CFG)
     for step in range(5, 10):
         guard.pending.append((step, losses(math.inf if step >= 7 else 1.0, 1.0)))
     with pytest.raises(UserError, match="iteration 7"):
-        guard.check(10)
+        guard.check(10, {})
 
 
-def test_guard_of_a_rank_that_has_seen_nothing_bad(monkeypatch):
-    guard = NaNGuard()
-    guard.pending.append((0, losses(1.0, 1.0)))
-    monkeypatch.setattr(distributed, "any_rank", lambda condition: (True,))
-    with pytest.raises(UserError, match="not finite on another rank"):
-        guard.check(1)
+@pytest.mark.parametrize("method,named", [("l2ac", True), ("none", False)])
+def test_guard_names_every_flag_that_may_be_the_cause(method, named):
+    """Not --lr alone; and --eta only where omega has a learning rate of its own."""
+    with pytest.raises(UserError, match="--lr 0.002.*--lambda_u 1e[+]09") as error:
+        NaNGuard(SimpleNamespace(**vars(CFG) | {"method": method})).stop("x")
+    assert ("--eta 0.0001" in str(error.value)) == named
 
 
-def test_guard_refuses_weights_that_are_not_finite():
-    guard, module = NaNGuard(), torch.nn.BatchNorm2d(2)
-    guard.check(3, module)
-    for tensor in (module.weight, module.running_var):
+def test_guard_refuses_weights_and_moments_that_are_not_finite():
+    guard, module = NaNGuard(CFG), torch.nn.BatchNorm2d(2)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.randn(4, 2, 3, 3)).sum().backward()
+    optimizer.step()
+    parts = {"model": module, "optimizer": optimizer}
+    guard.check(3, parts)
+    for tensor in (module.weight, module.running_var, optimizer.state[module.bias]["exp_avg"]):
         with torch.no_grad():
             tensor[0] = math.nan
         with pytest.raises(UserError, match="weights are not finite after iteration 3"):
-            guard.check(3, module)
+            guard.check(3, parts)
         with torch.no_grad():
             tensor[0] = 1
 

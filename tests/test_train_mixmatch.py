@@ -208,10 +208,10 @@ class MixMatchReplay(Replay):
 
 
 @pytest.mark.parametrize("flags", [
-    "--omega_order after", "--omega_order before", "--method attractor",
+    "--omega_order before", "--lambda_u 20 --omega_every 2", "--method attractor",
+    "--method single_level", pytest.param("--omega_order after", marks=slow),
     pytest.param("--pseudo_from adaptive --eta 0.01", marks=slow),
-    pytest.param("--lambda_u 20 --omega_every 2", marks=slow),
-    pytest.param("--method single_level", marks=slow), pytest.param("--method none", marks=slow),
+    pytest.param("--method none", marks=slow),
     pytest.param("--inner sgd", marks=slow)])
 def test_three_iterations_by_hand(tmp_path, flags):
     flags += " --iters 3 --eval_every 1 --ema 0.5 --weight_decay 5"

@@ -51,6 +51,9 @@ FLAGS = {  # flags of the training scripts: what the sentence must name
         "--reverse_u false": "false", "--threads -1": "--threads", "--eval_every 0": "--eval_every",
         "--split last": "--split", "--pool both": "--pool", "stray": "stray",
         "--beta 2": "--beta", "--beta 0.1 --n1 5": "--beta", "--beta 1": "--beta",
+        "--beta 0": "--beta", "--ratio 0": "--ratio", "--ratio 1e-17": "--ratio",
+        "--hidden 2000000000": "--hidden",
+        "--batch_size 200000000": "--batch_size", "--iters 99999999999999": "--iters",
         "--ratio -1": "--ratio", "--ratio 2 --n1 5": "--ratio",
         "--batch_size_u 1": "--batch_size_u", "--ra_m hard": "--ra_m"},
     "mixmatch": {
@@ -123,8 +126,9 @@ FAST = {  # one for each way of being refused; the others are slow
     "fixmatch": [
         "--nonsense 3", "--iter 5", "--iters 1.5", "--lr nan", "--lr", "--tau 1.5",
         "--method full_unroll", "--model resnet", "--dataset nothing", "--gamma_l 501",
-        "--beta 0.1 --n1 5", "--ratio 2 --n1 5", "--dtype bfloat16", "--resume --overwrite",
-        "stray", "--ra_m hard", "--dataset {here}/half.npz", "--dataset {here}/float.npz",
+        "--beta 0.1 --n1 5", "--ratio 2 --n1 5", "--beta 0", "--ratio 0",
+        "--dtype bfloat16", "--resume --overwrite", "stray", "--ra_m hard",
+        "--dataset {here}/half.npz", "--dataset {here}/float.npz",
         "--dataset {here}/short.npz", "--dataset {here}/good.npz", "--out {here}/run",
         "--out {here}/file", RUN + " --seed 1", "--out {here}/busy",
         "--out {here}/foreign --resume", "--out {here}/misfit --resume",
@@ -214,8 +218,8 @@ def test_wrong_input(here, command, flags, word, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("command,flags,cause", [
-    ("fixmatch", "--out {here}/misfit --resume", RuntimeError),
-    ("evaluate", "{here}/misfit", RuntimeError),
+    ("fixmatch", "--out {here}/misfit --resume", ValueError),
+    ("evaluate", "{here}/misfit", ValueError),
     ("fixmatch", "--dataset {here}/half.npz", zipfile.BadZipFile),
     ("fixmatch", "--out {here}/file", OSError),
     ("fixmatch", "--out {here}/busy", OSError)])
@@ -233,7 +237,16 @@ def test_a_device_that_is_not_there(capsys):
     assert code == 2 and "--device cuda" in err
 
 
-def test_a_batch_that_ranks_cannot_share(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    code, err = exit_of(train_fixmatch.main, ["--batch_size", "6"], capsys)
-    assert code == 2 and "--batch_size 6" in err and "4 processes" in err
+@pytest.mark.parametrize("variables,named", [
+    ("WORLD_SIZE=0", "WORLD_SIZE"), ("WORLD_SIZE=-2", "WORLD_SIZE"), ("WORLD_SIZE=", "WORLD_SIZE"),
+    ("WORLD_SIZE=two", "WORLD_SIZE"), ("WORLD_SIZE=1.5", "WORLD_SIZE"), ("WORLD_SIZE=2", "RANK"),
+    ("WORLD_SIZE=2 RANK=2", "RANK"), ("WORLD_SIZE=2 RANK=-1", "RANK"), ("RANK=1", "RANK"),
+    ("WORLD_SIZE=2 RANK=x", "RANK"), ("WORLD_SIZE=2 RANK=0", "MASTER_PORT"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_PORT=99999", "MASTER_PORT"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_PORT=2000", "MASTER_ADDR")])
+def test_an_impossible_environment(variables, named, capsys, monkeypatch, tmp_path):
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    code, err = exit_of(train_fixmatch.main, ["--out", str(tmp_path / "run")], capsys)
+    assert code == 2 and err.count("\n") == 1 and f": {named} is" in err, err
+    assert not (tmp_path / "run").exists()
