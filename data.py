@@ -102,8 +102,8 @@ def load(name, data_dir=readers.DATA_DIR, image_size=None, download=True, cwd=""
     download: an archive may be downloaded and unpacked. cwd: relative paths that lead nowhere from
     here start there, in the folder from which a finished run was started.
     """
-    name = name if name in BUILT_IN else readers.resolve(name, cwd)
-    archive = Path(readers.resolve(data_dir, cwd)) / f"{name}.npz"
+    name = name if name in BUILT_IN else readers.find_path(name, cwd)
+    archive = Path(readers.find_path(data_dir, cwd)) / f"{name}.npz"
     if name == "synthetic":
         arrays = synthetic(image_size or 16)
     elif name in BUILT_IN:

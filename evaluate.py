@@ -318,7 +318,7 @@ def main(argv=None):
     add("--csv", metavar="FILE", help="write the table to a file as well; with --predict the "
         "predictions (default: the screen)")
     args = p.parse_args(argv)
-    mode, runs = report.check_flags(p, args), report.load(args.runs, load_run)
+    mode, runs = report.check_combination(p, args), report.load_all(args.runs, load_run)
     if mode == "--predict":
         return predict_pictures(runs[0], args.predict, args.csv)
     if mode == "--test":

@@ -229,5 +229,5 @@ def place_legend(ax):
               bbox_to_anchor=(0, 1), ncols=5, borderaxespad=0.2)
 
 
-def warn(figure, sentence):
+def note_on(figure, sentence):
     print(f"{figure}: {sentence}", file=sys.stderr)

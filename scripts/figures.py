@@ -34,8 +34,9 @@ def distribution(groups):
         ax.bar(x - 0.2, counts[0], 0.4, color="#222222", label="labeled")
         ax.bar(x + 0.2, counts[1], 0.4, color="#B5B5B5", label="unlabeled")
         if not any(counts[1]):
-            drawing.warn("distribution", f"the true labels of the unlabeled images of {run.folder} "
-                                         f"are not known, only the labeled images are drawn")
+            drawing.note_on("distribution",
+                            f"the true labels of the unlabeled images of {run.folder} are not "
+                            f"known, only the labeled images are drawn")
         ax.set_yscale("log")
         ax.set_ylim(bottom=1)
         ax.set_title(setting.title(), loc="right")
@@ -141,7 +142,7 @@ def by_class(name, groups, part, ylabel):
     bounds = {drawing.look_of_method("supervised", group.runs[0].cfg.method)[0]
               for group in groups if drawing.is_bound(group)}
     if len(bounds) < 2:
-        drawing.warn(name, "the lower or the upper bound is not among the runs (python -m "
+        drawing.note_on(name, "the lower or the upper bound is not among the runs (python -m "
                            "baselines.train --base supervised --method lower_bound or "
                            "upper_bound); drawn without it")
     settings = drawing.by_setting(groups)
@@ -286,7 +287,7 @@ def draw(name, groups, path):
         with drawing.plt.rc_context(drawing.STYLE):
             save_figure(FIGURES[name](groups), path)
     except UserError as error:
-        drawing.warn(name, f"{error}; not drawn")
+        drawing.note_on(name, f"{error}; not drawn")
         return False
     finally:
         drawing.plt.close("all")
@@ -307,7 +308,7 @@ def main(argv=None):
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         p.error(f"--out {out} is not a folder")
-    groups = report.grouped(report.load(args.runs, evaluate.load_run), args.unfinished)
+    groups = report.grouped(report.load_all(args.runs, evaluate.load_run), args.unfinished)
     out.mkdir(parents=True, exist_ok=True)
     drawn = [draw(name, groups, out / f"{name}.{args.format}")
              for name in dict.fromkeys(args.only)]

@@ -60,14 +60,14 @@ def read_json(path):
     return content
 
 
-def is_number(value):
+def is_finite_number(value):
     return type(value) in (int, float) and math.isfinite(value)
 
 
 def check_percentages(path, numbers, keys):
     for key in keys:
         value = numbers.get(key)
-        if not is_number(value) or not 0 <= value <= 100 + 1e-6:             # rounding of a mean
+        if not is_finite_number(value) or not 0 <= value <= 100 + 1e-6:    # rounding of a mean
             raise UserError(f"{path}: {key} is {value}, not a percentage; {REDO}")
 
 
@@ -77,7 +77,7 @@ def check_bench(path):
     cells = [cell for cells in tables.TABLES.values() for cell in cells if cell.dataset == "bench"]
     for key in {f"{name} {cell.flags}" for cell in cells for name in ("none", cell.method)}:
         value = seconds.get(key)
-        if not is_number(value) or value <= 0:
+        if not is_finite_number(value) or value <= 0:
             raise UserError(f"{path}: the seconds of '{key}' are {value}; {REDO}")
     return seconds
 

@@ -44,7 +44,7 @@ def curves(groups):
     figure, axes = drawing.panels(2, 3.4)
     upper = [group for group in groups if has_upper_level(group)]
     if not upper:
-        drawing.warn("curves", "no run has an upper loss (--method l2ac has); drawn without it")
+        drawing.note_on("curves", "no run has an upper loss (--method l2ac has); drawn without it")
     for group, look in zip(groups, drawing.looks(groups), strict=True):
         if group in (upper or groups):
             lower = logged(group, lower_loss_of(group.runs[0].cfg))

@@ -97,13 +97,11 @@ def check_same_run(checkpoint, now, folder, resizable):
 
 
 def check_data(config, info, folder):
-    """Refuse data other than the run's. config: the run's; info: data.Dataset.info of what is here.
-
-    Runs of older versions have no fingerprint: of them the other entries are compared.
+    """Refuse data other than the run's. config: the run's; info: data.Dataset.info of what is here
     """
     then, now = json.loads(json.dumps([config["dataset_info"], info]))         # tuples become lists
-    for key in then:
-        if then[key] != now.get(key):
+    for key in now:
+        if then.get(key) != now[key]:
             what = "images or labels" if key == "fingerprint" else key
             raise UserError(f"--dataset {config['dataset']} (--data_dir {config['data_dir']}) is "
                             f"not what the run in {folder} was trained on (other {what}); restore "

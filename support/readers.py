@@ -31,7 +31,7 @@ BROKEN_ARCHIVE = (OSError, RuntimeError, EOFError, KeyError, ValueError, tarfile
 DATA_DIR = "data"    # the default folder of archives, the only one that is made unasked
 
 
-def resolve(path, cwd):
+def find_path(path, cwd):
     """A path that leads nowhere from here starts in cwd."""
     there = Path(cwd, path)
     return str(there) if not Path(path).exists() and there.exists() else path

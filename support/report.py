@@ -20,7 +20,7 @@ USED = {  # of evaluate.py, by what it is asked for: the flags that have an effe
     "the table": ("pseudo", "json", "markdown", "csv", "unfinished")}
 
 
-def check_flags(parser, args):
+def check_combination(parser, args):
     """Refuse flags of evaluate.py that would have no effect. Returns a key of USED."""
     if args.predict is not None and args.test:
         parser.error("--predict and --test exclude each other; give one of them")
@@ -43,7 +43,7 @@ def check_flags(parser, args):
 # seeds of one setting
 
 
-def load(folders, load_run):
+def load_all(folders, load_run):
     """The runs of these folders, each once; says on stderr how far those are that have not ended.
 
     load_run: evaluate.load_run
