@@ -338,6 +338,6 @@ def exit_cleanly(main):
             sys.exit(2)                              # all ranks met it, rank 0 reports it
     discard_output()
     sentence = re.sub(r"[\x00-\x1f\x7f]", lambda c: repr(c[0])[1:-1], sentence)     # in file names
-    with suppress(OSError):                          # nobody listens
+    with suppress(OSError):                          # stderr is closed
         print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(2)

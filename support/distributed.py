@@ -26,7 +26,7 @@ host_group = None                    # all ranks over gloo, for work that does n
 
 
 class PeerError(UserError):
-    """What ails another rank. Every rank reports it, for each may have a terminal of its own."""
+    """Something is wrong with another rank. Every rank reports it: they may be on several hosts."""
 
 
 def environment():

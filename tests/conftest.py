@@ -1,6 +1,6 @@
 """What the tests share: tiny runs, comparison of checkpoints, exit codes, a cached dataset."""
 import time
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 
 import data
 import train_fixmatch
+from baselines import train as baselines
 from support import config
 from support import run as run_module
 
@@ -49,6 +50,17 @@ def train(out, flags="", main=train_fixmatch.main, on_step=None):
     """last.pt of a tiny run of six iterations, or its exit status if it was stopped."""
     argv = [*TINY.split(), "--iters", "6", *flags.split(), "--out", str(out)]
     return main(argv, on_step) or checkpoint(out)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Function: flags -> folder of a finished baseline. Runs are shared; tests only read them."""
+    @cache
+    def run(flags):
+        out = tmp_path_factory.mktemp("run")
+        train(out, flags, baselines.main)
+        return out
+    return run
 
 
 def checkpoint(out):

@@ -37,17 +37,6 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Function: flags -> folder of a finished run. Runs are shared; tests only read them."""
-    @cache
-    def run(flags):
-        out = tmp_path_factory.mktemp("run")
-        train(out, flags, main)
-        return out
-    return run
-
-
 def backbone(weights):
     return {k: v for k, v in weights.items() if not k.startswith("classifier")}
 

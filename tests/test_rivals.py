@@ -2,7 +2,6 @@
 import json
 from collections import deque
 from copy import deepcopy
-from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,17 +34,6 @@ BASE = [pytest.param("fixmatch"), pytest.param("mixmatch", marks=pytest.mark.slo
 
 def flags_of(base, method, own=""):
     return f"{SHORT} --base {base} {BASES[base]} --method {method} {own}"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Function: flags -> folder of a finished run. Runs are shared; tests only read them."""
-    @cache
-    def run(flags):
-        out = tmp_path_factory.mktemp("run")
-        train(out, flags, main)
-        return out
-    return run
 
 
 def close(ours, text, tolerance=6e-5):
