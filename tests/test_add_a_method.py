@@ -84,6 +84,7 @@ def test_the_example_trains(run, tmp_path, main):
     torch.testing.assert_close(recent.sum(1), torch.ones(128))
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_it_equals_the_uninterrupted_run(run, tmp_path, main):
     stopped(tmp_path, FLAGS, after=4, main=main)
     assert same(checkpoint(run), train(tmp_path, f"{FLAGS} --resume", main))

@@ -201,6 +201,7 @@ def test_lower_bound_is_vanilla(finished):
     assert same(a, b)
 
 
+@pytest.mark.slow
 def test_methods_differ(finished):
     states = [checkpoint(finished(SUPERVISED + m))
               for m in ("vanilla", "resampling", "upper_bound")]
@@ -312,6 +313,7 @@ def second_stage_mean(folder, iters):
 
 @pytest.mark.parametrize("flags,evaluations", [(f"{SUPERVISED}crt --iters 4 --eval_every 1", 20),
                                                (CRT, 2)])
+@pytest.mark.slow
 def test_crt_result_is_the_mean_over_the_second_stage(finished, flags, evaluations):
     result = json.loads((finished(flags) / "result.json").read_text())
     count, mean = second_stage_mean(finished(flags), 4)
@@ -448,6 +450,7 @@ def test_a_confidence_of_exactly_tau_counts(tmp_path, monkeypatch, script, flags
 
 @pytest.mark.parametrize("flags", [slow(SUPERVISED + "vanilla"), SUPERVISED + "ldam",
                                    "--base pseudolabel --tau 0.2"])
+@pytest.mark.slow
 def test_a_stopped_run_resumes_exactly(tmp_path, finished, flags):
     flags += " --iters 10 --eval_every 4"                     # LDAM's weights start in iteration 8
     stopped(tmp_path, flags, after=5, main=main)

@@ -137,6 +137,7 @@ def test_a_mistake_in_our_code_keeps_its_traceback(finished, monkeypatch, kind):
 # other data
 
 
+@pytest.mark.slow
 def test_evaluate_and_resume_refuse_other_data(tmp_path, capsys):
     """The same sizes and names, but one pixel, label or name is another."""
     path = own_npz(tmp_path)

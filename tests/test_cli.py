@@ -109,6 +109,7 @@ def test_results_without_a_checkpoint_are_not_resumed_over(tmp_path, capsys):
     assert code == 2 and "no checkpoint" in err
 
 
+@pytest.mark.slow
 def test_evaluate_shows_runs_side_by_side(tmp_path, capsys):
     for method in ("none", "l2ac"):
         train(f"--method {method}", tmp_path / method, capsys)

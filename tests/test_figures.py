@@ -287,6 +287,7 @@ def nasty(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_names_are_drawn_as_they_are(nasty, tmp_path):
     """In figures that hold a class without test images, too."""
     assert figures.main([str(nasty), "--out", str(tmp_path), "--only", "recall"]) == 0
@@ -309,6 +310,7 @@ def test_few_or_no_test_images_of_a_class(nasty, tmp_path, capsys, monkeypatch):
     assert {p.stem for p in tmp_path.iterdir()} == figures.FIGURES.keys() - {"imbalanced_tests"}
 
 
+@pytest.mark.slow
 def test_a_figure_survives_a_failed_write(folder, tmp_path, capsys):
     argv = [str(folder / "none_s0"), "--out", str(tmp_path), "--only", "curves"]
     assert figures.main(argv) == 0
@@ -321,6 +323,7 @@ def test_a_figure_survives_a_failed_write(folder, tmp_path, capsys):
     assert code == 2 and "curves.png" in err and files(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_unfinished_seeds_are_not_drawn_as_one_curve(folder, tmp_path, capsys):
     stopped(tmp_path / "none_s2", f"{SETTING} --tau 0.2 --method none --seed 2", after=4)
     argv = [str(folder / "none_s0"), str(tmp_path / "none_s2"), "--out", str(tmp_path / "figures")]

@@ -155,6 +155,7 @@ def test_it_steps_theta_and_phi_like_l2ac(tmp_path):
     assert not same(a["attractor"], b["attractor"])
 
 
+@pytest.mark.slow
 def test_a_run_and_its_files(tmp_path):
     """Stopped and resumed it is the same run; it differs from l2ac's and moves omega."""
     flags = TAU + "--iters 4 --eval_every 2"

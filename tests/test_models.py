@@ -28,6 +28,7 @@ def test_features_and_classifier(name, size, width):
     torch.testing.assert_close(model(x), z @ model.classifier.weight.T + model.classifier.bias)
 
 
+@pytest.mark.slow
 def test_resnet34_is_torchvisions():
     from torchvision.models import resnet34
     ours, theirs = models.build("resnet34", 1000, 0.1), resnet34()

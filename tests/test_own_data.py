@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     pytest.param(baselines.main, "--base supervised --method resampling", marks=slow),
     pytest.param(baselines.main, "--base fixmatch --method none --tau 0.2 --batch_size_u 4",
                  marks=slow)])
+@pytest.mark.slow
 def test_files_train_as_memory_does(folder, tmp_path, monkeypatch, main, more):
     """Bit for bit, and three iterations + resume + three equal six on files too."""
     memory = train(tmp_path / "memory", flags(folder, more), main)

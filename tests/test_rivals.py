@@ -253,6 +253,7 @@ def test_the_confusion_estimate_recovers_known_counts():
 
 
 @pytest.mark.parametrize("usable", [(2, 5, 9), ()])
+@pytest.mark.slow
 def test_the_estimate_is_the_mean_of_the_usable_ones(monkeypatch, usable):
     """Ten estimates M = 1, 2, ..., 10 at class 0, else 1, on the way through SGD with lr 0.1, a
     tenth of it after 80 % and a hundredth after 90 %."""
@@ -285,6 +286,7 @@ def test_hold_out_never_takes_more_than_half_of_a_class():
 
 @pytest.mark.parametrize("pool,labeled", [
     pytest.param("disjoint", 0, marks=pytest.mark.slow), ("union", 1)])
+@pytest.mark.slow
 def test_estimated_targets_include_the_labeled_images_of_a_union_pool(tmp_path, capsys, pool,
                                                                       labeled):
     flags = f"{SHORT} --method darp --darp_warm 0.2 --darp_estimate --pool {pool}"

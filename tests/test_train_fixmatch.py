@@ -178,6 +178,7 @@ def test_own_npz(tmp_path):
 # the same run again, and the rest of a run
 
 
+@pytest.mark.slow
 def test_the_same_command_gives_the_same_run(tmp_path):
     first = train(tmp_path / "a", "--iters 3")
     assert same(first, train(tmp_path / "b", "--iters 3"))
@@ -194,6 +195,7 @@ def test_ten_and_resume_and_ten_equals_twenty(tmp_path, flags):
     assert same(whole, parts)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_off_the_grid_of_evaluations(tmp_path):
     whole = train(tmp_path / "whole", "--iters 6")
     train(tmp_path / "parts", "--iters 4")
@@ -213,6 +215,7 @@ def test_resume_starts_where_there_is_nothing_and_repeats_what_is_done(tmp_path,
     assert capsys.readouterr().out.count("l2ac: bACC") == 2
 
 
+@pytest.mark.slow
 def test_a_lost_checkpoint_costs_one_interval(tmp_path):
     whole = train(tmp_path)
     (tmp_path / "last.pt").write_bytes(b"")

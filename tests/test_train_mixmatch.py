@@ -237,6 +237,7 @@ def test_every_method_trains(tmp_path, flags):
     assert result["base"] == "mixmatch" and [float(r["mask_rate"]) for r in rows] == [1, 1]
 
 
+@pytest.mark.slow
 def test_methods_differ_and_move_omega_or_not(tmp_path):
     methods = ("none", "l2ac", "attractor", "single_level")
     states = {m: train(tmp_path / m, f"--iters 3 --method {m}") for m in methods}
