@@ -101,7 +101,7 @@ def main(argv=None, on_step=None):
         x_l, y_l = dataset.take(stream_l.batch(step))         # (B, 3, H, W), (B,)
         x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
         x_l, x_w = view(x_l, rng("labeled view", step)), view(x_u, rng("weak view", step))
-        x_v = view(x_u, rng("second weak view", step))             # (U, 3, H, W)
+        x_v = view(x_u, rng("second weak view", step))        # (U, 3, H, W)
         if omega_turn or cfg.method == "single_level":
             x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
             x_b = view(x_b, rng("balanced view", step))
