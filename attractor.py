@@ -13,6 +13,7 @@ No optimizers, no unrolling.
 """
 from collections import OrderedDict
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -40,3 +41,30 @@ class BiasAttractor(nn.Sequential):
 class L2Norm(nn.Module):
     def forward(self, x):
         return F.normalize(x)
+
+
+class BiasVector(nn.Module):
+    """Ours, for comparison: omega is K numbers that are added to every image's logits."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(num_classes))
+
+    def forward(self, logits):
+        return self.bias.expand_as(logits)                                     # (N, K)
+
+
+def build_attractor(cfg, counts):
+    """The attractor that the flags ask for. counts (K,): labeled images per class, N_k
+
+    --attractor_start prior, which is ours: the last bias begins at the centred log N_k, so the
+    bias of the labels is in the attractor from the first step on, and the omega step has to
+    learn only the rest.
+    """
+    vector = cfg.attractor == "vector"
+    attractor = (BiasVector(len(counts)) if vector
+                 else BiasAttractor(len(counts), cfg.hidden, cfg.attractor_input))
+    if cfg.attractor_start == "prior":
+        log = counts.double().log()                                            # (K,)
+        (attractor if vector else attractor.out).bias.data.copy_(log - log.mean())
+    return attractor

@@ -18,18 +18,19 @@ import torch
 
 from support import UserError, config, readers
 from support.distributed import rank0_first
-from support.shapes import SHAPES, draw_shape
+from support.shapes import SHAPES, synthetic
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
 STL10 = "airplane bird car cat deer dog horse monkey ship truck".split()
-BUILT_IN = {  # class names (None: the archive tells), mean and standard deviation per channel
+BUILT_IN = {  # class names (None: the reader tells), mean and standard deviation per channel
+    "digits": (None, (0.3053, 0.3053, 0.3053), (0.3760, 0.3760, 0.3760)),
     "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
     "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "cifar100": (None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     "stl10": (STL10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),    # CIFAR-10's
     "sun397": (None, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),          # ImageNet's
 }
-HELD_OUT = 50       # test pictures of each class of SUN397, which has no test set of its own
+HELD_OUT = {"digits": 40, "sun397": 50}    # test images of a class, where there is no test set
 
 
 def rng(seed, purpose, *numbers):
@@ -81,6 +82,11 @@ class Dataset:
                 for a in (index, labels))
         return self.images[i if torch.is_tensor(self.images) else index], y
 
+    def count(self, index):
+        """Images of each class among those with this index (N,) -> (K,) int64, on the CPU."""
+        labels = self.labels[index]
+        return torch.from_numpy(np.bincount(labels[labels >= 0], minlength=self.num_classes))
+
     def read_ahead(self, *streams):
         """Have the next batch of each stream decoded while the present one is in use."""
         if not torch.is_tensor(self.images):
@@ -105,7 +111,9 @@ def load(name, data_dir=readers.DATA_DIR, image_size=None, download=True, cwd=""
     name = name if name in BUILT_IN else readers.find_path(name, cwd)
     archive = Path(readers.find_path(data_dir, cwd)) / f"{name}.npz"
     if name == "synthetic":
-        arrays = synthetic(image_size or 16)
+        arrays = synthetic(rng, image_size or 16)
+    elif name == "digits":
+        arrays = readers.read_digits()
     elif name in BUILT_IN:
         arrays = (readers.read_npz(archive) if archive.exists()
                   else readers.read_archive(name, archive.parent, download))
@@ -117,7 +125,7 @@ def load(name, data_dir=readers.DATA_DIR, image_size=None, download=True, cwd=""
         raise UserError(f"--dataset {name}: not known; choose {', '.join(BUILT_IN)} or a path to "
                         f"an .npz file or to a folder of pictures")
     if "x_test" not in arrays:
-        arrays = hold_out_test(arrays)
+        arrays = hold_out_test(arrays, HELD_OUT[name])
     size = image_size and (image_size, image_size)
     parts = [arrays[key] for key in ("x_train", "x_unlabeled") if key in arrays]
     images, test_images = readers.open_images(parts, arrays["x_test"], size)
@@ -128,15 +136,15 @@ def load(name, data_dir=readers.DATA_DIR, image_size=None, download=True, cwd=""
                    torch.from_numpy(arrays["y_test"].astype(np.int64)), names, mean, std)
 
 
-def hold_out_test(arrays):
-    """Set HELD_OUT images of each class aside for testing: the same ones whatever the seed."""
+def hold_out_test(arrays, number):
+    """Set images of each class aside for testing: the same ones whatever the seed."""
     x, y, test = arrays["x_train"], arrays["y_train"], []
     for k, name in enumerate(arrays["names"]):
         members = rng(0, "test", k).permutation(np.flatnonzero(y == k))
-        if len(members) <= HELD_OUT:
+        if len(members) <= number:
             raise UserError(f"--dataset: class {name} has {len(members)} pictures, too few to "
-                            f"hold out {HELD_OUT} of them for testing; complete the archive")
-        test.append(np.sort(members[:HELD_OUT]))
+                            f"hold out {number} of them for testing; complete the archive")
+        test.append(np.sort(members[:number]))
     train, test = np.delete(np.arange(len(y)), np.concatenate(test)), np.concatenate(test)
     return arrays | {"x_train": x[train], "y_train": y[train], "x_test": x[test],
                      "y_test": y[test]}
@@ -156,15 +164,6 @@ def names_and_colours(name, arrays, images):
             x = images[some].permute(0, 2, 3, 1).numpy()
         mean, std = readers.colours(x)
     return names, mean, std
-
-
-def synthetic(size=16, per_class=1000, per_class_test=100):
-    """Ten shapes of random colour, place, size and tilt on a noisy ground. Always the same data."""
-    def images(n, purpose):
-        x = np.concatenate([draw_shape(s, n, size, rng(0, purpose, s)) for s in range(10)])
-        return x, np.repeat(np.arange(10), n)
-    (x, y), (x_test, y_test) = images(per_class, "train"), images(per_class_test, "test")
-    return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test}
 
 
 # ---------------------------------------------------------------------------------------------

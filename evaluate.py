@@ -21,7 +21,7 @@ import torch
 
 import data
 import models
-from attractor import BiasAttractor
+from attractor import build_attractor
 from baselines.methods import METHODS
 from support import UserError, checkpoint, checks, config, readers, report
 from support.augment import Normalise
@@ -61,28 +61,43 @@ def metrics(confusion):
 
 
 @torch.no_grad()
-def bias_added(attractor, logits, labels):
-    """(K, K): what the attractor adds, on average over images of class `row`, to logit `column`.
+def bias_added(attractor, logits):
+    """(T, K): what the attractor adds to the logits (T, K) of each image.
 
     Less its mean over the K logits: a constant added to all of them changes no probability.
     """
-    delta = attractor(logits)                                                  # (T, K)
-    delta = delta - delta.mean(1, keepdim=True)
-    return torch.stack([delta[labels == k].mean(0) for k in range(delta.shape[1])])
+    delta = attractor(logits)
+    return delta - delta.mean(1, keepdim=True)
+
+
+def mean_by_class(values, labels):
+    """(K, K) mean over the images of class `row` of values (T, K); NaN without an image."""
+    return torch.stack([values[labels == k].mean(0) for k in range(values.shape[1])])
+
+
+def describe_bias(added, labels):
+    """What `bias_added` (T, K) says in K + 1 numbers, every class of images counting alike.
+
+    bias_k: the mean of column k. bias_varies: which share of the sum of squares differs from image
+    to image; 0 if one and the same vector is added to all.
+    """
+    mean = mean_by_class(added, labels).nanmean(0)                             # (K,)
+    square = mean_by_class(added ** 2, labels).nanmean(0).sum()
+    return {f"bias_{k}": value for k, value in enumerate(mean.tolist())} | {
+        "bias_varies": (1 - (mean ** 2).sum() / square).item()}
 
 
 def on_test_set(predict, dataset, normalise, attractor=None):
     """`metrics` of a model on the test images of a data.Dataset, as columns of log.csv.
 
-    With an attractor also bias_k: what it adds to the logit of the right answer, by class.
+    With an attractor also what it adds to the logits.
     """
     logits, labels = scores(predict, dataset.test_images, normalise), dataset.test_labels
     result = metrics(confusion_matrix(labels, logits.argmax(1), dataset.num_classes))
     columns = {key: result[key] for key in ("bacc", "gm", "acc")}
     columns |= {f"recall_{k}": value for k, value in enumerate(result["recall"])}
     if attractor is not None:
-        bias = bias_added(attractor, logits, labels).diagonal().tolist()
-        columns |= {f"bias_{k}": value for k, value in enumerate(bias)}
+        columns |= describe_bias(bias_added(attractor, logits), labels)
     return columns
 
 
@@ -154,7 +169,7 @@ def load_run(folder, device="cpu"):
         method.heads(model)
         predict, judged = partial(method.predict, model), method.judged(judged, cfg)
     elif cfg.method != "none":
-        attractor = BiasAttractor(num_classes, cfg.hidden, cfg.attractor_input).to(device)
+        attractor = build_attractor(cfg, torch.ones(num_classes)).to(device)     # then restored
     checkpoint.load_part(folder, state, "ema", model)
     if attractor is not None:
         checkpoint.load_part(folder, state, "attractor", attractor)
@@ -199,11 +214,6 @@ class FinishedRun:
     def split(self):
         return data.split(self.dataset, self.cfg)     # indices of labeled, of unlabeled images
 
-    def counts(self, index):
-        """Images per class [K] among those with this index."""
-        return [int((self.dataset.labels[index] == k).sum())
-                for k in range(self.dataset.num_classes)]
-
     @cached_property
     def normalise(self):
         return Normalise(self.dataset.mean, self.dataset.std, self.device)
@@ -224,7 +234,7 @@ class FinishedRun:
         confusion = confusion_matrix(self.dataset.test_labels, self.test_scores.argmax(1),
                                      self.dataset.num_classes)
         result = metrics(confusion)
-        return result | thirds(result["recall"], self.counts(self.split[0])) | {
+        return result | thirds(result["recall"], self.dataset.count(self.split[0]).tolist()) | {
             "predicted": (100 * self.test_scores.softmax(1).mean(0)).tolist(),        # [K]
             "confusion": (100 * confusion / confusion.sum(1, keepdim=True)).tolist()}  # [K][K]
 
@@ -234,7 +244,7 @@ class FinishedRun:
         if not self.judged:                           # none yet that counts
             return {key: self.last[key] for key in report.REPORTED}
         result = mean_of_last(self.judged)
-        return result | thirds(result["recall"], self.counts(self.split[0]))
+        return result | thirds(result["recall"], self.dataset.count(self.split[0]).tolist())
 
     @cached_property
     def pseudo(self):

@@ -164,7 +164,7 @@ def decay_weights(model, cfg):
 
 def running_statistics(model):
     """BatchNorm's running means and variances, the only buffers that training moves."""
-    return [b for b in model.buffers() if b.is_floating_point()]
+    return [b for name, b in model.named_buffers() if "running_" in name]
 
 
 def feature_pass(model, device, dtype="float32", compiled=False):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import data
 import evaluate
 import models
-from attractor import BiasAttractor
+from attractor import build_attractor
 from bilevel import omega_step, remember
 from support import config
 from support.augment import Normalise, strong, weak
@@ -54,11 +54,12 @@ def main(argv=None, on_step=None):
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled", shard)
     stream_b = data.BalancedStream(index_l, dataset.labels, cfg.batch_size, cfg.seed, shard)
     dataset.read_ahead(stream_l, stream_u, stream_b)
-    rng, view = partial(data.rng, cfg.seed), partial(weak, normalise=normalise, shard=shard)
+    rng = partial(data.rng, cfg.seed)
+    view = partial(weak, normalise=normalise, shard=shard, no_flip=cfg.no_flip)
 
     # ------------------------------------------------------------------------- model, optimizers
     model, ema, features = models.build_with_ema(cfg, dataset.num_classes, device)
-    attractor = BiasAttractor(dataset.num_classes, cfg.hidden, cfg.attractor_input).to(device)
+    attractor = build_attractor(cfg, dataset.count(index_l)).to(device)
     adaptive_labels = config.adaptive_labels(cfg)
     joint = cfg.method in ("attractor", "single_level")       # ablations: omega trained on L itself
     optimizer = torch.optim.Adam([*model.parameters(), *(attractor.parameters() if joint else ())],
@@ -90,7 +91,7 @@ def main(argv=None, on_step=None):
         x_u, true_u = dataset.take(stream_u.batch(step))      # (U, 3, H, W), (U,) for the log only
         x_l, x_w = view(x_l, rng("labeled view", step)), view(x_u, rng("weak view", step))
         x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0), rng("strong view", step),
-                     normalise, cfg.ra_n, cfg.ra_m, shard)    # (SU, 3, H, W)
+                     normalise, cfg.ra_n, cfg.ra_m, shard, cfg.no_flip)      # (SU, 3, H, W)
         if omega_turn or cfg.method == "single_level":
             x_b, y_b = dataset.take(stream_b.batch(step))     # (M, 3, H, W), (M,)
             x_b = view(x_b, rng("balanced view", step))

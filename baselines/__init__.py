@@ -99,6 +99,11 @@ class Method(nn.Module):
         """Loss of the labeled rows: logits (B, K), target (B,) or, after mixup, (B, K)."""
         return F.cross_entropy(logits, target)
 
+    def unlabeled_loss(self, logits, plain, batch):
+        """Loss of the unlabeled rows: logits (SU, K) of FixMatch's strong views or (2U, K) of
+        MixMatch's rows. plain: the loss of the base method, a function of these logits"""
+        return plain(logits)
+
     def refine(self, p, batch):
         """p (U, K) of the unlabeled images -> (U, K) from which pseudo-labels are made. Without
         gradients. MixMatch: p is the sharpened guess. batch.z_u is set; FixMatch and MixMatch set

@@ -87,7 +87,7 @@ class ABC(Method):
         image, for MixMatch, whose own rows are all mixed. BatchNorm's running statistics stay."""
         ctx, views = self.ctx, batch.x_u.repeat_interleave(2, dim=0)
         x_s = strong(views, data.rng(ctx.cfg.seed, "strong view", batch.step), ctx.normalise,
-                     shard=ctx.shard)
+                     shard=ctx.shard, no_flip=ctx.cfg.no_flip)
         with models.frozen_bn_stats(ctx.model):
             return ctx.features(batch.x_l), ctx.features(x_s)
 

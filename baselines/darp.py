@@ -121,7 +121,8 @@ def estimate_counts(ctx, epochs=10):
         if step in (int(0.8 * steps), int(0.9 * steps)):
             optimizer.param_groups[0]["lr"] /= 10
         x, y = ctx.dataset.take(stream.batch(step))
-        x = weak(x, data.rng(cfg.seed, "DARP view", step), ctx.normalise)
+        x = weak(x, data.rng(cfg.seed, "DARP view", step), ctx.normalise,
+                 no_flip=cfg.no_flip)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -145,9 +146,9 @@ class DARP(Method):
         add("--darp_warm", type=config.number(float, 0, 1), default=0.4,
             help="share of the run before labels are refined (default: 0.4)")
         add("--darp_period", type=config.number(int, 1), help="iterations between refinements "
-            "(default: 10 on cifar10 and synthetic, else 100)")
+            "(default: 10 on digits, cifar10 and synthetic, else 100)")
         add("--darp_outer", type=config.number(int, 1), help="rows-columns alternations of one "
-            "(default: 10 on cifar10 and synthetic, else 20)")
+            "(default: 10 on digits, cifar10 and synthetic, else 20)")
         add("--darp_delta", type=config.number(float, 1), default=2.0,
             help="rows kept per class, in units of its target count (default: 2)")
         add("--darp_estimate", action="store_true", help="estimate the unlabeled distribution "
@@ -155,7 +156,7 @@ class DARP(Method):
 
     @staticmethod
     def check(cfg):
-        small = cfg.dataset in ("cifar10", "synthetic")
+        small = cfg.dataset in config.TEN_CLASSES
         cfg.darp_period = cfg.darp_period or (10 if small else 100)
         cfg.darp_outer = cfg.darp_outer or (10 if small else 20)
 

@@ -43,14 +43,14 @@ class DASO(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("DASO").add_argument
-        add("--daso_td", type=config.number(float, 0.01), help="T_d (default: 1.5 on cifar10 and "
-            "synthetic where gamma_l = gamma_u, else 0.3)")
+        add("--daso_td", type=config.number(float, 0.01), help="T_d (default: 1.5 on digits, "
+            "cifar10 and synthetic where gamma_l = gamma_u, else 0.3)")
         add("--daso_start", type=config.number(float, 0, 1), default=0.02,
             help="share of the run before blending starts (default: 0.02)")
 
     @staticmethod
     def check(cfg):
-        small = cfg.dataset in ("cifar10", "synthetic")
+        small = cfg.dataset in config.TEN_CLASSES
         cfg.daso_td = cfg.daso_td or (1.5 if small and config.matched(cfg) else 0.3)
 
     def __init__(self, ctx):

@@ -133,11 +133,12 @@ class CRT(Method):
     @staticmethod
     def flags(p):
         p.add_argument("--crt_iters", type=config.number(int, 1), help="iterations of the second "
-                       "stage, after the --iters of the first (default: 20 x eval_every)")
+                       "stage, after the --iters of the first (default: 20 x eval_every, "
+                       "at most half of --iters)")
 
     @staticmethod
     def check(cfg):
-        cfg.crt_iters = cfg.crt_iters or 20 * cfg.eval_every
+        cfg.crt_iters = cfg.crt_iters or max(1, min(20 * cfg.eval_every, cfg.iters // 2))
         cfg.iters += cfg.crt_iters                   # `iters` in result.json is the sum
 
     def __init__(self, ctx):

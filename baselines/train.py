@@ -5,8 +5,8 @@
     python -m baselines.train --base B --method M --help       the flags of B and M
 
 The loop calls the functions of `Method` (baselines/__init__.py) in the order labeled, refine,
-supervised_loss, extra_loss and, where an epoch ends, predict and after_epoch; a method overrides
-those it needs. L2AC itself is in the tutorials; read those first.
+supervised_loss, unlabeled_loss, extra_loss; predict at an evaluation, after_epoch where an epoch
+ends. A method overrides those it needs. L2AC itself is in the tutorials; read those first.
 """
 import sys
 from functools import partial
@@ -51,6 +51,11 @@ def configure(argv=None, own=None):
     return cfg, method
 
 
+def unlabeled_part(loss, *args):
+    """The unlabeled part of a tutorial's loss as a function of the logits of unlabeled rows."""
+    return lambda logits: loss(logits, *args)[2]
+
+
 def main(argv=None, on_step=None, own=None):
     # -------------------------------------------------------------------------------------- data
     cfg, method_class = configure(argv, own)
@@ -62,19 +67,21 @@ def main(argv=None, on_step=None, own=None):
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled", shard)
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled", shard)
     dataset.read_ahead(stream_l, stream_u)
-    rng, view = partial(data.rng, cfg.seed), partial(weak, normalise=normalise, shard=shard)
+    rng = partial(data.rng, cfg.seed)
+    view = partial(weak, normalise=normalise, shard=shard, no_flip=cfg.no_flip)
 
     # -------------------------------------------------------------------------- model, optimizer
     model, ema, features = models.build_with_ema(cfg, K, device, method_class.heads)
     optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
-    counts = torch.bincount(torch.from_numpy(dataset.labels[index_l]), minlength=K).double()
+    counts = dataset.count(index_l).double()                  # (K,)
     method = method_class(Context(cfg, device, shard, dataset, index_l, index_u, stream_l, counts,
                                   normalise, model, ema, optimizer, features)).to(device)
 
     def judge():
-        """What the method predicts with the EMA on the test set; the end of an epoch."""
+        """What the method predicts with the EMA on the test set; maybe the end of an epoch."""
         columns = evaluate.on_test_set(partial(method.predict, ema.model), dataset, normalise)
-        method.after_epoch(step + 1)
+        if run.ends_epoch(step + 1):
+            method.after_epoch(step + 1)
         return columns
 
     # -------------------------------------------------------------------------------------- loop
@@ -89,13 +96,14 @@ def main(argv=None, on_step=None, own=None):
             batch.x_u, true_u = dataset.take(batch.index_u)   # (U, 3, H, W), (U,) for the log only
             x_w = view(batch.x_u, rng("weak view", step))
 
-        # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, loss_u.
+        # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, the loss
+        #    `plain` of the others.
         #    Passes that only guess labels leave BatchNorm's running statistics alone.
         if cfg.base == "supervised":
             batch.z, target = features(batch.x_l), y_l
             logits = model.classifier(batch.z)                # (B, K)
             y_u = mask = true_u = torch.zeros(0, device=device)                # of no image
-            loss_u, lambda_u = torch.zeros((), device=device), 0
+            plain, lambda_u = torch.sum, 0                    # of no rows
 
         elif cfg.base == "pseudolabel":                       # Lee 2013: its own view's argmax
             batch.z, target = features(torch.cat([batch.x_l, x_w])), y_l       # (B+U, D)
@@ -106,11 +114,11 @@ def main(argv=None, on_step=None, own=None):
             mask = (confidence >= cfg.tau).float()
             now, end = method.schedule(step)
             lambda_u = cfg.lambda_u * min(1, now / (0.4 * end))
-            _, _, loss_u = fixmatch_loss(logits, y_l, y_u, mask, lambda_u)
+            plain = unlabeled_part(fixmatch_loss, y_l[:0], y_u, mask, 1)
 
         elif cfg.base == "fixmatch":
             x_s = strong(batch.x_u.repeat_interleave(cfg.n_strong, dim=0), rng("strong view", step),
-                         normalise, cfg.ra_n, cfg.ra_m, shard)                 # (SU, 3, H, W)
+                         normalise, cfg.ra_n, cfg.ra_m, shard, cfg.no_flip)    # (SU, 3, H, W)
             with torch.no_grad(), models.frozen_bn_stats(model):
                 batch.z_u = features(x_w)                     # (U, D)
                 p = method.refine(model.classifier(batch.z_u).softmax(1), batch)   # (U, K)
@@ -118,7 +126,7 @@ def main(argv=None, on_step=None, own=None):
                 mask = (confidence >= cfg.tau).float()
             batch.z, target = features(torch.cat([batch.x_l, x_s])), y_l       # (B+SU, D)
             logits, lambda_u = model.classifier(batch.z), cfg.lambda_u         # (B+SU, K)
-            _, _, loss_u = fixmatch_loss(logits, y_l, y_u, mask, lambda_u)
+            plain = unlabeled_part(fixmatch_loss, y_l[:0], y_u, mask, 1)
 
         else:                                                 # MixMatch
             x_v = view(batch.x_u, rng("second weak view", step))
@@ -136,10 +144,11 @@ def main(argv=None, on_step=None, own=None):
             logits = model.classifier(batch.z)                # (B+2U, K)
             now, end = method.schedule(step)
             lambda_u = cfg.lambda_u * now / end
-            _, _, loss_u = mixmatch_loss(logits, q, len(y_l), lambda_u)
+            plain = unlabeled_part(mixmatch_loss, q[len(y_l):], 0, 1)
 
         # 3) One step.
         loss_x = method.supervised_loss(logits[:len(y_l)], target, step)
+        loss_u = method.unlabeled_loss(logits[len(y_l):], plain, batch)
         loss = loss_x + lambda_u * loss_u + method.extra_loss(batch)
         loss.backward()
         run.sync_gradients(model)

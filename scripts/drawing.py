@@ -128,7 +128,8 @@ def names_of(groups):
 
 
 def labeled_counts(group):
-    return group.runs[0].counts(group.runs[0].split[0])
+    run = group.runs[0]
+    return run.dataset.count(run.split[0]).tolist()
 
 
 # ---------------------------------------------------------------------------------------------

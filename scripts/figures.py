@@ -8,6 +8,7 @@ something is missing for a figure (bounds, true labels, an attractor), a sentenc
 and the other figures are drawn. The numbers are evaluate.py's.
 """
 import io
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def distribution(groups):
     settings = {drawing.setting_of(group): group.runs[0] for group in reversed(groups)}
     figure, axes = drawing.panels(len(settings), 2.6, sharey=True)
     for ax, (setting, run) in zip(axes, reversed(settings.items()), strict=True):
-        counts = [run.counts(index) for index in run.split]
+        counts = [run.dataset.count(index).tolist() for index in run.split]
         x = np.arange(len(counts[0]))
         ax.bar(x - 0.2, counts[0], 0.4, color="#222222", label="labeled")
         ax.bar(x + 0.2, counts[1], 0.4, color="#B5B5B5", label="unlabeled")
@@ -71,10 +72,10 @@ def views(groups, columns=10):
     classes = known[np.unique(np.linspace(0, len(known) - 1, columns).round()).astype(int)]
     x, _ = run.dataset.take(np.array([index[labels == k][0] for k in classes]))  # (C, 3, H, W)
     n, m = (run.cfg.ra_n, run.cfg.ra_m) if run.cfg.base == "fixmatch" else (3, 4)
-    rows = {"image": run.normalise(x),
-            "weak view": augment.weak(x, view_rng(run, 0), run.normalise)}
-    rows |= {f"strong view {i}": augment.strong(x, view_rng(run, i), run.normalise, n, m)
-             for i in (1, 2)}
+    weak, strong = (partial(view, normalise=run.normalise, no_flip=run.cfg.no_flip)
+                    for view in (augment.weak, augment.strong))
+    rows = {"image": run.normalise(x), "weak view": weak(x, view_rng(run, 0))}
+    rows |= {f"strong view {i}": strong(x, view_rng(run, i), n=n, m=m) for i in (1, 2)}
     strip = np.concatenate([side_by_side(run.dataset, row) for row in rows.values()])
     side = strip.shape[0] / len(rows)
     figure, (ax,) = drawing.panels(1, drawing.WIDTH * len(rows) / len(classes) * 0.95)

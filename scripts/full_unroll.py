@@ -14,7 +14,7 @@ from torch.func import functional_call
 import data
 import evaluate
 import models
-from attractor import BiasAttractor
+from attractor import build_attractor
 from bilevel import remember, update
 from support import UserError, config
 from support.augment import Normalise, strong, weak
@@ -68,10 +68,10 @@ def main(argv=None, on_step=None):
     dataset.read_ahead(stream_l, stream_u, stream_b)
 
     def view(x, purpose, step):
-        return weak(x, data.rng(cfg.seed, purpose, step), normalise, shard)
+        return weak(x, data.rng(cfg.seed, purpose, step), normalise, shard, cfg.no_flip)
 
     model, ema, features = models.build_with_ema(cfg, dataset.num_classes, device)
-    attractor = BiasAttractor(dataset.num_classes, cfg.hidden, cfg.attractor_input).to(device)
+    attractor = build_attractor(cfg, dataset.count(index_l)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), cfg.lr, fused=True)
     omega_optimizer = torch.optim.Adam(attractor.parameters(), cfg.eta, fused=True)
     judge = partial(evaluate.on_test_set, ema.model, dataset, normalise, attractor)
@@ -83,7 +83,8 @@ def main(argv=None, on_step=None):
         x_u, true_u = dataset.take(stream_u.batch(step))
         x_b, y_b = dataset.take(stream_b.batch(step))
         x_s = strong(x_u.repeat_interleave(cfg.n_strong, dim=0),
-                     data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m, shard)
+                     data.rng(cfg.seed, "strong view", step), normalise, cfg.ra_n, cfg.ra_m, shard,
+                     cfg.no_flip)
         with torch.no_grad(), models.frozen_bn_stats(model):
             p = model.classifier(features(view(x_u, "weak view", step))).softmax(1)
             confidence, y_u = p.max(1)

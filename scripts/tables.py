@@ -4,8 +4,9 @@
 
 Numbers are bACC / GM in percent; in table 6 bACC / GM / accuracy, in table 8 the time of an
 iteration relative to FixMatch. "N/A" and "-" stand where the paper has no number; a letter after a
-number refers to DOUBTS. One more table, "recipe", is ours: the effect of each difference between
-the paper's text and its released code.
+number refers to DOUBTS. Ours are "recipe", the effect of each difference between the paper's text
+and its released code; tables on digits, with the same rows; and "attractor", the study of what the
+attractor learns (docs/attractor.md).
 """
 import re
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ BENCH = "bench.json"                                     # seconds by method and
 LONG = {"gamma 100": "--gamma_l 100 --gamma_u 100", "gamma 150": "--gamma_l 150 --gamma_u 150",
         "gamma_u 1": "--gamma_l 100 --gamma_u 1",
         "gamma_u 100 reversed": "--gamma_l 100 --gamma_u 100 --reverse_u"}
+DIGITS = {"gamma 10": "--gamma_l 10 --gamma_u 10", "gamma 20": "--gamma_l 20 --gamma_u 20",
+          "gamma_u 1": "--gamma_l 10 --gamma_u 1",
+          "gamma_u 10 reversed": "--gamma_l 10 --gamma_u 10 --reverse_u"}
 TUTORIAL = ("none", "l2ac", "attractor", "single_level")    # methods of train_*.py
 TEST_SETS = {"Test-1 (long-tailed)": "longtail", "Test-2 (reversed)": "reversed",
              "Test-3 (random)": "random"}
@@ -87,13 +91,18 @@ def flags_match(flags):
 def own_flags(base, method, flags):
     """The flags of a setting that a method takes: supervised ones have no gamma_u, and DARP has to
     estimate a distribution that is not that of the labels."""
-    if base == "supervised":
+    if base == "supervised" and method != "upper_bound":
         return re.sub(r" --gamma_u \S+| --reverse_u", "", flags)
     return f"{flags} --darp_estimate" if method == "darp" and not flags_match(flags) else flags
 
 
+VARIANTS = {"w/ L2AC, prior start (ours)": " --attractor_start prior",
+            "w/ L2AC, vector": " --attractor vector"}
+
+
 def read_cells(number, dataset, columns, text, setting=None):
-    """Cells from lines `base method label | paper's number | ...`, one number for each column.
+    """Cells from lines `base method label | paper's number | ...`, one number for each column, or
+    none at all where the paper has no such row.
 
     columns: {title: flags}, or {title: kind of test set} if `setting` holds the flags of all.
     """
@@ -101,8 +110,10 @@ def read_cells(number, dataset, columns, text, setting=None):
     for line in text.strip().splitlines():
         head, *numbers = (part.strip() for part in line.split("|"))
         base, method, label = head.split(maxsplit=2)
+        numbers = numbers or [""] * len(columns)
         for (column, value), paper in zip(columns.items(), numbers, strict=True):
             flags = own_flags(base, method, setting or value)
+            flags += VARIANTS.get(label, "")
             cells.append(Cell(number, label, column, base, method, dataset, flags,
                               re.sub(r"(?<=\d)/", " / ", paper), value if setting else ""))
     return cells
@@ -119,14 +130,21 @@ TABLES = {
         mixmatch   sar        w/ SaR         | 66.8/59.9     | 64.4/57.3 | 68.4/62.0 | 65.5/64.2
         mixmatch   daso       w/ DASO        | 69.8/69.3     | 66.5/65.4 | 75.5/74.6 | 65.7/62.0
         mixmatch   abc        w/ ABC         | 75.7/74.7     | 68.5/56.4 | 72.1/41.2 | 62.9/59.9
+        mixmatch   la         w/ LA, labeled rows
+        mixmatch   la_all     w/ LA, all rows
         mixmatch   l2ac       **w/ L2AC**    | 76.6/75.7     | 72.1/70.3 | 87.2/86.7 | 74.0/72.9
+        mixmatch   l2ac       w/ L2AC, prior start (ours)
         fixmatch   none       FixMatch       | 71.5/66.8 (a) | 68.4/59.9 | 68.9/42.8 | 65.5/26.0
         fixmatch   darp       w/ DARP        | 75.5/73.0     | 70.4/64.9 | 85.4/85.0 | 74.9/72.3
         fixmatch   crest+     w/ CReST+      | 77.5/76.1     | 72.1/68.9 | N/A       | N/A
         fixmatch   sar        w/ SaR         | 77.6/75.9     | 71.5/66.9 | 85.9/85.3 | 78.3/76.1
         fixmatch   daso       w/ DASO        | 78.3/76.5     | 74.6/71.7 | 87.9/87.7 | 79.5/78.9
         fixmatch   abc        w/ ABC         | 80.2/78.9     | 74.7/72.2 | 81.3/80.2 | 70.3/67.9
+        fixmatch   la         w/ LA, labeled rows
+        fixmatch   la_all     w/ LA, all rows
+        fixmatch   la_post_hoc w/ LA, post hoc
         fixmatch   l2ac       **w/ L2AC**    | 82.1/81.5     | 77.6/75.8 | 89.5/89.2 | 82.2/81.7
+        fixmatch   l2ac       w/ L2AC, prior start (ours)
         """),
     "2": read_cells("2", "cifar100", {"CIFAR-100, gamma 10": "--gamma_l 10 --gamma_u 10",
                                       "CIFAR-100, gamma 20": "--gamma_l 20 --gamma_u 20"}, """
@@ -188,8 +206,40 @@ TABLES = {
         fixmatch full_unroll w/ L2AC, traditional | 1.98 (9.9 it/s)  | 2.02 (9.7 it/s)
         fixmatch l2ac        **w/ L2AC**          | 1.38 (14.2 it/s) | 1.41 (13.9 it/s)
         """),
-    "recipe": [Cell("recipe", f"`{flag or '--recipe paper'}`", column, "fixmatch", "l2ac",
-                    "cifar10", f"{LONG[column]} {flag}".strip(),
-                    SAME if "auto" in flag and not flags_match(LONG[column]) else "")
-               for flag in RECIPE for column in ("gamma 100", "gamma_u 100 reversed")],
 }
+
+
+def recipes(number, dataset, settings):
+    """One row for each difference between the paper's text and its released code."""
+    return [Cell(number, f"`{flag or '--recipe paper'}`", column, "fixmatch", "l2ac", dataset,
+                 f"{setting} {flag}".strip(),
+                 SAME if "auto" in flag and not flags_match(setting) else "")
+            for flag in RECIPE for column, setting in settings.items()]
+
+
+def on_digits(table):
+    """The cells of one of the paper's tables on CIFAR-10 with the settings of the digits."""
+    columns = dict(zip(LONG, DIGITS, strict=True))
+    return [Cell(f"{table}-digits", cell.row, columns[cell.column], cell.base, cell.method,
+                 "digits", own_flags(cell.base, cell.method, DIGITS[columns[cell.column]])
+                 + VARIANTS.get(cell.row, ""), "N/A" if cell.paper == "N/A" else "")
+            for cell in TABLES[table]]
+
+
+STUDY = """
+    supervised vanilla     Labels alone
+    fixmatch   none        FixMatch
+    fixmatch   la          w/ LA, labeled rows
+    fixmatch   la_all      w/ LA, all rows
+    fixmatch   l2ac        w/ L2AC, vector
+    fixmatch   l2ac        **w/ L2AC**
+    fixmatch   l2ac        w/ L2AC, prior start (ours)
+    supervised upper_bound All true labels
+    """
+TABLES["recipe"] = recipes("recipe", "cifar10", {k: LONG[k] for k in ("gamma 100",
+                                                                      "gamma_u 100 reversed")})
+TABLES["1-digits"], TABLES["5-digits"] = on_digits("1"), on_digits("5")
+TABLES["recipe-digits"] = recipes("recipe-digits", "digits", {
+    k: DIGITS[k] for k in ("gamma 10", "gamma_u 10 reversed")})
+TABLES["attractor"] = read_cells("attractor", "digits", DIGITS, STUDY) + read_cells(
+    "attractor", "cifar10", {k: LONG[k] for k in ("gamma_u 1", "gamma_u 100 reversed")}, STUDY)

@@ -4,7 +4,7 @@ scripts/figures.py has the command line and the other figures.
 """
 import numpy as np
 
-from evaluate import bias_added
+from evaluate import bias_added, mean_by_class
 from scripts import drawing
 from support import UserError
 
@@ -29,7 +29,7 @@ def lower_loss_of(cfg):
     lambda_u = 0 if cfg.base == "supervised" else cfg.lambda_u
 
     def loss(row):
-        middle = row["iter"] - cfg.eval_every / 2
+        middle = row["iter"] - ((row["iter"] - 1) % cfg.eval_every + 1) / 2
         ramp = min(1, middle / (ramp_length * cfg.iters)) if ramp_length else 1
         return row["loss_x"] + lambda_u * ramp * row["loss_u"]
     return loss
@@ -91,7 +91,8 @@ def with_attractor(groups):
 
 def bias(run):
     """[K][K] what the attractor adds to the logits (column) of test images of a class (row)."""
-    return bias_added(run.attractor, run.test_scores, run.dataset.test_labels).tolist()
+    added = bias_added(run.attractor, run.test_scores)
+    return mean_by_class(added, run.dataset.test_labels).tolist()
 
 
 def log_counts(group):
@@ -118,9 +119,9 @@ def attractor(groups):
 
 
 def draw_bias_course(ax, group):
-    """bias_k over training: what images of class k gain in the logit of their own class."""
+    """bias_k over training: what is added to logit k, mean over all test images."""
     names, colours = drawing.names_of([group]), drawing.class_colours(drawing.labeled_counts(group))
-    ax.set(xlabel="iteration", ylabel="added to the logit of the true class")
+    ax.set(xlabel="iteration", ylabel="added to the logit, mean over test images")
     x = logged(group, "iter")[0]
     values = np.array([logged(group, f"bias_{k}")[1] for k in range(len(names))])    # (K, rows)
     for line, colour in zip(values, colours, strict=True):

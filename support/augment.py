@@ -57,10 +57,11 @@ class Normalise:
         return x.contiguous(memory_format=torch.channels_last)
 
 
-def weak(x, rng, normalise, shard=(0, 1), cutout=False):
+def weak(x, rng, normalise, shard=(0, 1), no_flip=False, cutout=False):
     """x: (N, 3, H, W) uint8, rng: numpy Generator -> (N, 3, H, W) float32, channels_last.
     shard=(rank, size): x is this rank's part of a batch of N * size images. Every rank draws for
     the whole batch and keeps its own part, so a view does not depend on the number of ranks.
+    no_flip: a mirror image would show something else (digits, letters, road signs).
     cutout is for the strong view."""
     (N, _, h, w), (rank, size) = x.shape, shard
     local, i, j = slice(rank * N, (rank + 1) * N), np.arange(h), np.arange(w)
@@ -68,7 +69,7 @@ def weak(x, rng, normalise, shard=(0, 1), cutout=False):
     # Zero-pad by an eighth of the smaller side (4 at 32), crop H x W, mirror with p = 0.5.
     pad = min(h, w) // 8
     top, left = rng.integers(2 * pad + 1, size=(2, N * size))[:, local, None]    # (N, 1) each
-    flip = rng.random(N * size)[local, None] < 0.5
+    flip = (rng.random(N * size)[local, None] < 0.5) & (not no_flip)
     row = (top + i) * (w + 2 * pad)                       # (N, H), start of the row once padded
     column = left + np.where(flip, j[::-1], j)            # (N, W)
     source = to_device(row[:, None, :, None], x) + to_device(column[:, None, None, :], x)
@@ -88,11 +89,11 @@ def weak(x, rng, normalise, shard=(0, 1), cutout=False):
     return normalise(x, 1 - cut)                          # (N, 1, H, W)
 
 
-def strong(x, rng, normalise, n=3, m=4, shard=(0, 1)):
+def strong(x, rng, normalise, n=3, m=4, shard=(0, 1), no_flip=False):
     """As weak, with n random operations of level m (0 to 30) before and Cutout after.
     m="random": a separate level from [0, 30) for every image and operation."""
     x = randaugment(x, *draw_randaugment(x.shape, rng, n, m, shard))
-    return weak(x, rng, normalise, shard, cutout=True)
+    return weak(x, rng, normalise, shard, no_flip, cutout=True)
 
 
 def to_device(a, x):

@@ -177,7 +177,7 @@ def save_checkpoint(folder, parts, **plain):
     write(folder / "last.pt", memory.getbuffer(), keep=folder / "prev.pt")
 
 
-def restore(folder, checkpoint, parts, cfg):
+def restore(folder, checkpoint, parts, cfg, is_evaluated):
     """Put a checkpoint (or None) back into its parts; (step, seconds, history, commits) to go on
     from. Files of the folder are touched only now, after everything fits.
     """
@@ -186,9 +186,8 @@ def restore(folder, checkpoint, parts, cfg):
         step, seconds, history = (checkpoint[key] for key in ("step", "seconds", "history"))
         before = checkpoint.get("commits", [None])
         commits = before + [c for c in commits if c != before[-1]]
-        longer = step == checkpoint["config"]["iters"] < cfg.iters
-        if longer and step % cfg.eval_every:
-            history.pop()                            # its last row is off the grid of this run
+        if checkpoint["config"]["iters"] != cfg.iters:        # evaluated where this run would not
+            history = [row for row in history if is_evaluated(row["iter"])]
         for name, part in parts.items():
             load_part(folder, checkpoint, name, part)
     distributed.broadcast_from_rank0(

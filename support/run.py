@@ -16,9 +16,13 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from support import UserError, checkpoint, checks, config, distributed
+
+
+PER_CLASS = ("recall_", "bias_", "kept_", "precision_")      # columns that the screen leaves out
 
 
 class Run:
@@ -43,17 +47,18 @@ class Run:
 
         parts: {name: module, optimizer, ...}, everything that a checkpoint must hold
         resizable: --resume may change --iters, because no schedule depends on it
-        milestones: iterations to evaluate after, besides every --eval_every
+        milestones: epochs also end after these numbers of iterations
         """
         self.cfg.dataset_info = dataset.info
         distributed.agree({f"--dataset: {key}": value for key, value in dataset.info.items()})
         self.folder, self.milestones = Path(self.cfg.out), milestones
-        self.averages, self.guard = Averages(self.device), NaNGuard(self.cfg)
+        self.averages = Averages(dataset.num_classes, self.device)
+        self.guard = NaNGuard(self.cfg)
         self.trained, self.parts = parts, parts | {"averages": self.averages}
         found = distributed.broadcast_from_rank0(
             lambda: checkpoint.find(self.cfg, self.folder, resizable))
         self.start, seconds, self.history, self.commits = checkpoint.restore(
-            self.folder, found, self.parts, self.cfg)
+            self.folder, found, self.parts, self.cfg, self.is_evaluated)
         print_start(self.cfg, dataset, index_l, index_u, parts["model"], self.device)
         self.progress = Progress(self.start, self.cfg.iters, seconds)
         return self.start
@@ -99,9 +104,8 @@ class Run:
             stop, diverged = distributed.any_rank(stop, diverged)
         if diverged:
             distributed.everywhere(self.guard.fail)
-        on_grid = done % self.cfg.eval_every == 0 or done in self.milestones
-        if on_grid or done == self.cfg.iters:
-            self.evaluate(done, judge, on_grid)
+        if self.is_evaluated(done):
+            self.evaluate(done, judge)
         elif stop:
             self.progress.pause()
             self.save(done)
@@ -110,11 +114,21 @@ class Run:
             return True
         return False
 
-    def evaluate(self, done, judge, on_grid):
+    def ends_epoch(self, done):
+        return done % self.cfg.eval_every == 0 or done in self.milestones
+
+    def is_evaluated(self, done):
+        """At the end of an epoch, and densely at the end of the run: what is reported is the mean
+        of the last 20 evaluations, and they shall lie in its last tenth."""
+        left, interval = self.cfg.iters - done, self.cfg.iters // 200
+        dense = left < 20 * interval and left % interval == 0 if interval else left == 0
+        return dense or self.ends_epoch(done)
+
+    def evaluate(self, done, judge):
         self.progress.pause()
         row = {"iter": done} | self.averages.means(self.mean_over_ranks) | judge()
         self.history.append(row | {"it_per_s": self.progress.rate(done)})
-        if on_grid:             # a last row off the grid is dropped if the run is made longer
+        if self.ends_epoch(done):       # other rows are dropped if the run is made longer
             self.averages.reset()
         self.save(done)
         checkpoint.write_log(self.folder, self.history)
@@ -166,36 +180,67 @@ stop_signal = StopSignal()                           # signals reach a process, 
 
 
 class Averages:
-    """Means since the last evaluation, for log.csv: sums and counts, kept on the device.
+    """Means since the epoch began, for log.csv.
 
+    kept_k is the share of unlabeled images that count with pseudo-label k (all k: mask_rate), and
+    precision_k the share of these that are of class k.
+    add() keeps what it is given, on the device, and launches nothing. The sums are made when they
+    are asked for, in the order of the iterations, so that they do not depend on when that is.
     Every rank sums over its local batches; ranks are averaged when the log is written.
     """
     columns = ("loss_x", "loss_u", "mask_rate", "pseudo_acc", "loss_bal", "omega_grad")
 
-    def __init__(self, device):
-        self.sums = torch.zeros(2, len(self.columns), device=device)
+    def __init__(self, num_classes, device):
+        self.names = [*self.columns, *(f"{name}_{k}" for name in ("kept", "precision")
+                                       for k in range(num_classes))]
+        self.num_classes, self.pending = num_classes, []
+        self.sums = torch.zeros(2, len(self.names), device=device)       # totals, their counts
 
     def add(self, y_u, mask, true_u, loss_x, loss_u, loss_bal=None, omega_grad=None, **others):
         """loss_bal, omega_grad: None in an iteration that has none."""
-        known, one = mask * (true_u >= 0), torch.ones_like(loss_x)
-        zero = torch.zeros_like(one)
-        moved, kept, guessed = zero if loss_bal is None else one, zero, zero
-        if len(mask):                                # labels alone make no guesses
-            kept, guessed = mask.mean(), one
-        sums = [loss_x, loss_u, kept, (known * (y_u == true_u)).sum(),
-                zero if loss_bal is None else loss_bal, zero if omega_grad is None else omega_grad]
-        self.sums += torch.stack([*sums, one, one, guessed, known.sum(), moved, moved]).view(2, -1)
+        self.pending.append((y_u, mask, true_u, loss_x, loss_u, loss_bal, omega_grad))
+        if len(self.pending) == 1000:                # or they would fill the memory
+            self.flush()
+
+    def flush(self):
+        if not self.pending:
+            return
+        *labels, loss_x, loss_u, loss_bal, omega_grad = zip(*self.pending, strict=True)
+        y_u, mask, true_u = map(torch.stack, labels)                     # (n, U): n iterations
+        zero, one = torch.zeros_like(loss_x[0]), torch.ones_like(loss_x[0])
+        guessed = one if mask.numel() else zero      # labels alone make no guesses
+        shares = mask / max(1, mask.shape[1])
+        known = mask * (true_u >= 0)                 # those of which we can say if they are right
+        right = known * (y_u == true_u)
+        by_class = mask.new_zeros(3, len(mask), self.num_classes)
+        if mask.numel():
+            by_class.scatter_add_(2, y_u.expand(3, -1, -1), torch.stack([shares, known, right]))
+        kept_k, known_k, right_k = by_class                              # (n, K) each
+        optional = [[zero if x is None else x for x in values] for values in (loss_bal, omega_grad)]
+        moved = [zero if x is None else one for x in loss_bal]
+        ones, guesses = one.expand(len(mask)), guessed.expand(len(mask))
+        rows = [*map(torch.stack, (loss_x, loss_u)), shares.sum(1), right.sum(1),
+                *map(torch.stack, optional), *kept_k.T, *right_k.T,
+                ones, ones, guesses, known.sum(1), *[torch.stack(moved)] * 2,
+                *[guesses] * self.num_classes, *known_k.T]
+        rows = torch.cat([self.sums.view(1, -1), torch.stack(rows, 1)]).cpu().numpy()
+        total = np.add.accumulate(rows)[-1]          # one after the other; sum() would pair them
+        self.sums = torch.from_numpy(total).view(2, -1).to(mask.device)
+        self.pending.clear()
 
     def means(self, mean_over_ranks=list):
+        self.flush()
         sums, = mean_over_ranks([self.sums])
         return {name: total / count if count else math.nan
-                for name, total, count in zip(self.columns, *sums.tolist(), strict=True)}
+                for name, total, count in zip(self.names, *sums.tolist(), strict=True)}
 
     def reset(self):
-        self.sums.zero_()
+        self.pending.clear()
+        self.sums = torch.zeros_like(self.sums)
 
     def state_dict(self):
-        return {"sums": distributed.all_gather(self.sums[None])}               # (ranks, 2, 6)
+        self.flush()
+        return {"sums": distributed.all_gather(self.sums[None])}         # (ranks, 2, columns)
 
     def load_state_dict(self, state):
         sums = state.get("sums") if isinstance(state, dict) else None
@@ -272,12 +317,13 @@ class Progress:
         rate = (done - self.start) / (self.seconds - self.before + self.shown - self.since)
         left = timedelta(seconds=int((self.iters - done) / rate))
         text = (f"{done}/{self.iters} ({100 * done // self.iters}%)  {rate:.1f} it/s  {left} left  "
-                + "  ".join(f"{k} {v:.3g}" for k, v in values.items() if v == v))
+                + "  ".join(f"{k} {v:.3g}" for k, v in values.items()
+                            if v == v and not k.startswith(PER_CLASS)))
         print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
 
     def row(self, row):
         """`row` is the newest line of log.csv; its columns for single classes are not shown."""
-        shown = {k: v for k, v in row.items() if not k.startswith(("recall_", "bias_"))}
+        shown = {k: v for k, v in row.items() if not k.startswith(PER_CLASS)}
         if self.rows % 20 == 0:
             self.line("".join(f"{k:>11}" for k in shown))
         self.rows += 1

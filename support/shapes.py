@@ -1,9 +1,18 @@
-"""The pictures of the synthetic dataset."""
+"""The synthetic dataset: tiny, for the tests."""
 import numpy as np
 
 # Head and tail are pairs of look-alikes (disk and ring, square and frame, ...): what a biased
 # classifier does to a rare class is to call it by the name of its common twin.
 SHAPES = "disk square cross bars triangle diamond stripes saltire frame ring".split()
+
+
+def synthetic(rng, size=16, per_class=1000, per_class_test=100):
+    """Ten shapes of random colour, place, size and tilt on a noisy ground. rng: data.rng"""
+    def images(n, purpose):
+        x = np.concatenate([draw_shape(s, n, size, rng(0, purpose, s)) for s in range(10)])
+        return x, np.repeat(np.arange(10), n)
+    (x, y), (x_test, y_test) = images(per_class, "train"), images(per_class_test, "test")
+    return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test}
 
 
 def draw_shape(shape, n, size, g):

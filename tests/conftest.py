@@ -10,21 +10,21 @@ import torch
 import data
 import train_fixmatch
 from baselines import train as baselines
-from support import config
+from support import config, shapes
 from support import run as run_module
 
 ROOT = Path(__file__).parent.parent
 # One thread, 8 x 8 pixels, a batch of six: tenths of a second for six iterations.
-TINY = "--image_size 8 --batch_size 6 --eval_every 3 --threads 1 --device cpu"
+TINY = "--dataset synthetic --image_size 8 --batch_size 6 --eval_every 3 --threads 1 --device cpu"
 FLOAT64 = torch.float64
 
-synthetic = data.synthetic
+synthetic = shapes.synthetic
 
 
 @lru_cache
-def synthetic_once(size=16):
+def synthetic_once(rng, size=16):
     """The synthetic dataset, made once per size, with 20 test images of each class."""
-    return synthetic(size, per_class_test=20)
+    return synthetic(rng, size, per_class_test=20)
 
 
 @pytest.fixture(autouse=True, scope="session")             # so that it holds in all fixtures too

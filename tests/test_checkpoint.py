@@ -14,6 +14,7 @@ from conftest import TINY, exit_of, own_npz, stopped, train
 
 import evaluate
 import train_fixmatch
+from attractor import BiasAttractor
 import train_mixmatch
 from baselines import train as baselines
 from support import UserError, checkpoint
@@ -123,7 +124,7 @@ def resume(folder, monkeypatch, error):
     """--resume, where the attractor's load_state_dict raises the error."""
     def load_state_dict(self, state):
         raise error
-    monkeypatch.setattr(train_fixmatch.BiasAttractor, "load_state_dict", load_state_dict)
+    monkeypatch.setattr(BiasAttractor, "load_state_dict", load_state_dict)
     train_fixmatch.main([*TINY.split(), "--iters", "9", "--resume", "--out", str(folder)])
 
 

@@ -37,7 +37,7 @@ def test_no_data_and_no_network(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", offline)
     code, err = train(f"--dataset cifar10 --data_dir {tmp_path}", tmp_path / "run", capsys)
     assert code == 2 and err.count("\n") == 1
-    assert all(word in err for word in ("cifar10.npz", str(tmp_path), "--dataset synthetic"))
+    assert all(word in err for word in ("cifar10.npz", str(tmp_path), "--dataset digits"))
 
 
 def test_a_broken_archive_is_a_sentence_with_its_cause(tmp_path, monkeypatch):

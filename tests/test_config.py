@@ -46,7 +46,7 @@ def test_a_flag_wins_over_every_table():
     assert (cfg.omega_every, cfg.wrn_quirk, cfg.iters, cfg.n1) == (3, False, 7, 20)
 
 
-@pytest.mark.parametrize("dataset", ["synthetic", "cifar10", "cifar100", "stl10"])
+@pytest.mark.parametrize("dataset", ["digits", "synthetic", "cifar10", "cifar100", "stl10"])
 def test_ratio_takes_the_place_of_the_counts_of_a_built_in_dataset(dataset):
     cfg = read(f"--dataset {dataset} --ratio 2")
     assert (cfg.ratio, cfg.n1, cfg.m1, cfg.gamma_l, cfg.gamma_u) == (2, None, None, None, None)
@@ -100,9 +100,10 @@ OTHER = {  # a value that is not the default, of every flag that makes another r
     "ema": 0.5, "bn_momentum": 0.5, "decay_bn": None, "model": "wrn-16-1", "wrn_quirk": None,
     "image_size": 8, "scale": "paper", "eval_every": 7, "dtype": "bfloat16", "seed": 1,
     "method": "none", "omega_every": 3, "omega_order": "before", "inner": "sgd",
+    "attractor": "vector", "attractor_start": "prior", "no_flip": None,
     "attractor_input": "l2", "pseudo_from": "auto", "eta": 0.1, "hidden": 6, "tau": 0.5,
     "lambda_u": 2, "n_strong": 6, "ra_n": 1, "ra_m": "random"}
-PLAIN = "runs/synthetic_fixmatch_l2ac_gl100_gu1_s0"
+PLAIN = "runs/digits_fixmatch_l2ac_gl10_gu1_s0"
 
 
 def flag(name):
@@ -122,9 +123,10 @@ def test_different_settings_have_different_folders():
         config.parser("", config.l2ac_flags, config.fixmatch_flags))} - {"-h", "help"}
     recorded = {"dataset_info", "cwd"}
     assert OTHER.keys() | set(config.FREE) - recorded == known             # no flag is forgotten
-    commands = ["", *map(flag, OTHER)]
+    commands = ["", *map(flag, OTHER)]                       # of digits --no_flip is the default
     commands += [f"--lr 0.1 {flag(name)}" for name in OTHER if name != "lr"]
-    folders = [read(command).out for command in commands] + [read("", "mixmatch").out]
+    commands = [f"--dataset synthetic {command}" for command in commands]
+    folders = [read(command).out for command in commands] + [read(commands[0], "mixmatch").out]
     assert len(set(folders)) == len(folders)
 
 
@@ -141,7 +143,7 @@ def test_default_folder_of_a_batch_size_u_that_is_the_default_of_another_batch_s
 
 @pytest.mark.parametrize("flags", ["--iters 9", "--device cpu", "--threads 2", "--data_dir /tmp",
                                    "--compile", "--resume", "--overwrite", "--lr 0.002",
-                                   "--dataset synthetic", "--scale mini", "--n1 500"])
+                                   "--dataset digits", "--scale mini", "--n1 20"])
 def test_settings_that_may_change_on_resume_or_are_the_default_are_not_in_the_name(flags):
     assert read(flags).out == PLAIN
 

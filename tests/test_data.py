@@ -382,7 +382,7 @@ def test_truncated_npz(tmp_path):
 
 
 def test_synthetic_is_always_the_same_and_balanced():
-    first, again = conftest.synthetic(8), conftest.synthetic(8)
+    first, again = conftest.synthetic(data.rng, 8), conftest.synthetic(data.rng, 8)
     assert all(np.array_equal(first[key], again[key]) for key in first)
     assert np.bincount(first["y_train"]).tolist() == [1000] * 10
     assert np.bincount(first["y_test"]).tolist() == [100] * 10

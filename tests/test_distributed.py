@@ -20,7 +20,7 @@ import train_fixmatch
 from support import config
 from support.checkpoint import write
 
-TINY = "--image_size 8 --batch_size 8 --threads 1 --device cpu".split()
+TINY = "--dataset synthetic --image_size 8 --batch_size 8 --threads 1 --device cpu".split()
 SCRIPTS = {"f": "train_fixmatch", "m": "train_mixmatch", "b": "baselines.train",
            "u": "scripts.full_unroll"}
 

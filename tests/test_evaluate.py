@@ -49,15 +49,26 @@ def test_against_scikit_learn(seed):
 
 
 def test_bias_columns_against_a_loop():
-    """What an attractor adds to the logit of the true class, less its mean over all logits."""
+    """What an attractor adds to a logit, less its mean over all logits, every class alike."""
     g = torch.Generator().manual_seed(0)
     W, y = torch.randn(5, 5, generator=g), torch.randint(5, (99,), generator=g)
     images = torch.randint(5, (99, 1, 1, 1), generator=g).expand(-1, 3, 2, 2)
     dataset = SimpleNamespace(test_images=images, test_labels=y, num_classes=5)
     columns = evaluate.on_test_set(first_pixel, dataset, lambda x: x, lambda logits: logits @ W.T)
-    for k in range(5):
-        added = [W[k, x] - W[:, x].mean() for x in images[y == k, 0, 0, 0]]  # the logits are 0, 1
-        assert columns[f"bias_{k}"] == pytest.approx(float(np.mean(added)), abs=1e-6)
+    added = [[W[:, x] - W[:, x].mean() for x in images[y == k, 0, 0, 0]] for k in range(5)]
+    mean, square = np.zeros(5), 0                            # above: the logits are 0 and 1
+    for rows in added:
+        mean += np.mean(rows, axis=0) / 5
+        square += np.mean([(row ** 2).sum() for row in rows]) / 5
+    assert [columns[f"bias_{k}"] for k in range(5)] == pytest.approx(mean, abs=1e-6)
+    assert columns["bias_varies"] == pytest.approx(1 - (mean ** 2).sum() / square, abs=1e-5)
+
+
+def test_bias_columns_of_the_specification():
+    """Three images of three classes; the numbers are those of methods_after.md, section 5."""
+    added = torch.tensor([[1., 0, -1], [2, 0, -2], [1, 1, -2]])
+    columns = evaluate.describe_bias(added, torch.arange(3))
+    assert list(columns.values()) == pytest.approx([1.3333, 0.3333, -1.6667, 0.1250], abs=5e-5)
 
 
 def confusion_with_recalls(recalls, n=1000):

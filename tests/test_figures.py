@@ -379,5 +379,7 @@ def test_the_ramp_in_the_lower_loss(base, expected):
 
 def test_the_ramp_of_pseudo_labels_ends_after_40_percent_of_the_run():
     cfg = SimpleNamespace(base="pseudolabel", eval_every=10, iters=100, lambda_u=2.0)
-    row = {"iter": 15, "loss_x": 1.0, "loss_u": 3.0}
-    assert training_figures.lower_loss_of(cfg)(row) == pytest.approx(1 + 2 * (10 / 40) * 3)
+    loss = training_figures.lower_loss_of(cfg)
+    assert loss({"iter": 20, "loss_x": 1.0, "loss_u": 3.0}) == pytest.approx(1 + 2 * (15 / 40) * 3)
+    # an evaluation between two ends of an epoch averages over iterations 10 to 14
+    assert loss({"iter": 14, "loss_x": 1.0, "loss_u": 3.0}) == pytest.approx(1 + 2 * (12 / 40) * 3)

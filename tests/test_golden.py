@@ -20,7 +20,8 @@ import train_fixmatch  # noqa: E402
 import train_mixmatch  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden.json")
-FLAGS = "--image_size 8 --batch_size 8 --iters 20 --eval_every 20 --device cpu --threads "
+FLAGS = ("--dataset synthetic --image_size 8 --batch_size 8 --iters 20 --eval_every 20 "
+         "--device cpu --threads ")
 SCRIPTS = {"fixmatch": (train_fixmatch, "--tau 0.2"), "mixmatch": (train_mixmatch, "")}
 COLUMNS = ("loss_x", "loss_u", "loss_bal", "omega_grad")
 TOLERANCE, ABSOLUTE = 0.01, 1e-6     # relative; of values below 1e-4

@@ -36,13 +36,15 @@ def expected_means(seen):
         return np.mean([batch[name] for batch in seen if name in batch])
     mask, y_u, true_u = (np.concatenate([b[k] for b in seen]) for k in ("mask", "y_u", "true_u"))
     counted = (mask == 1) & (true_u >= 0)
+    by_class = {f"kept_{k}": mask[y_u == k].sum() / len(mask) for k in range(3)} | {
+        f"precision_{k}": (true_u == k)[counted & (y_u == k)].mean() for k in range(3)}
     return {"loss_x": column("loss_x"), "loss_u": column("loss_u"), "mask_rate": mask.mean(),
             "pseudo_acc": (y_u == true_u)[counted].mean(), "loss_bal": column("loss_bal"),
-            "omega_grad": column("omega_grad")}
+            "omega_grad": column("omega_grad")} | by_class
 
 
 def test_averages_against_numpy():
-    averages, seen = Averages("cpu"), list(batches(7))
+    averages, seen = Averages(3, "cpu"), list(batches(7))
     for batch in seen:
         add(averages, batch)
     assert averages.means() == pytest.approx(expected_means(seen))
@@ -52,10 +54,23 @@ def test_averages_against_numpy():
     assert math.isnan(averages.means()["loss_bal"]) and averages.means()["loss_x"] > 0
 
 
+def test_averages_do_not_depend_on_when_they_are_asked_for():
+    """Bit for bit: float32 sums depend on their order."""
+    often, once, seen = Averages(3, "cpu"), Averages(3, "cpu"), list(batches(2100))
+    for step, batch in enumerate(seen):
+        add(often, batch)
+        add(once, batch)
+        if step % 7 == 0:
+            often.means()
+            often.load_state_dict(often.state_dict())
+    assert often.means() == once.means()
+    assert len(once.pending) == 0 and once.means() == pytest.approx(expected_means(seen), rel=1e-4)
+
+
 def test_averages_of_several_ranks_are_reduced_only_for_the_log(monkeypatch):
     """Two ranks in one process. There is no process group, so that any message would fail."""
     monkeypatch.setattr(distributed, "size", lambda: 2)
-    ranks, seen = [Averages("cpu"), Averages("cpu")], list(batches(8))
+    ranks, seen = [Averages(3, "cpu"), Averages(3, "cpu")], list(batches(8))
     for step in range(0, 8, 2):                              # step by step, one batch for each
         for averages, batch in zip(ranks, seen[step:step + 2], strict=True):
             batch |= {k: v for k, v in seen[step + 1].items() if k in ("loss_bal", "omega_grad")}
@@ -71,8 +86,8 @@ def test_averages_of_several_ranks_are_reduced_only_for_the_log(monkeypatch):
 
 
 def test_averages_of_another_number_of_ranks_are_restored_as_their_mean(monkeypatch):
-    sums = torch.arange(24.0).view(2, 2, 6)
-    averages = Averages("cpu")
+    sums = torch.arange(40.0).view(2, 2, 10)                 # six columns, and two for each class
+    averages = Averages(2, "cpu")
     averages.load_state_dict({"sums": sums})
     assert torch.equal(averages.sums, (sums[0] + sums[1]) / 2)
     monkeypatch.setattr(distributed, "size", lambda: 2)

@@ -22,7 +22,7 @@ from torch import nn
 
 import data
 import models
-from attractor import BiasAttractor
+from attractor import build_attractor
 from baselines import Method, supervised
 from support import augment, config, distributed
 from support.run import stop_signal
@@ -60,7 +60,7 @@ class DoubleNormalise(augment.Normalise):
 
 
 def double_attractor(*args):
-    return BiasAttractor(*args).double()
+    return build_attractor(*args).double()
 
 
 def double_method(method, device):
@@ -109,8 +109,8 @@ def run(job):
             patch(script, "Normalise", DoubleNormalise)
             patch(Method, "to", double_method)
             patch(supervised, "weighted_cross_entropy", double_weights)
-            if hasattr(script, "BiasAttractor"):
-                patch(script, "BiasAttractor", double_attractor)
+            if hasattr(script, "build_attractor"):
+                patch(script, "build_attractor", double_attractor)
         if "nan" in job:
             patch(script, "fixmatch_loss", broken_loss(script, job["nan"]))
         status = script.main(job["argv"], on_step)
