@@ -21,7 +21,6 @@ import torch
 
 from support import UserError, checkpoint, checks, config, distributed
 
-
 PER_CLASS = ("recall_", "bias_", "kept_", "precision_")      # columns that the screen leaves out
 
 

@@ -14,8 +14,8 @@ from conftest import TINY, exit_of, own_npz, stopped, train
 
 import evaluate
 import train_fixmatch
-from attractor import BiasAttractor
 import train_mixmatch
+from attractor import BiasAttractor
 from baselines import train as baselines
 from support import UserError, checkpoint
 
