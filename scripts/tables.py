@@ -16,9 +16,9 @@ BENCH = "bench.json"                                     # seconds by method and
 LONG = {"gamma 100": "--gamma_l 100 --gamma_u 100", "gamma 150": "--gamma_l 150 --gamma_u 150",
         "gamma_u 1": "--gamma_l 100 --gamma_u 1",
         "gamma_u 100 reversed": "--gamma_l 100 --gamma_u 100 --reverse_u"}
-DIGITS = {"gamma 10": "--gamma_l 10 --gamma_u 10", "gamma 20": "--gamma_l 20 --gamma_u 20",
-          "gamma_u 1": "--gamma_l 10 --gamma_u 1",
-          "gamma_u 10 reversed": "--gamma_l 10 --gamma_u 10 --reverse_u"}
+DIGITS = {"gamma 5": "--gamma_l 5 --gamma_u 5", "gamma 10": "--gamma_l 10 --gamma_u 10",
+          "gamma_u 1": "--gamma_l 5 --gamma_u 1",
+          "gamma_u 5 reversed": "--gamma_l 5 --gamma_u 5 --reverse_u"}
 TUTORIAL = ("none", "l2ac", "attractor", "single_level")    # methods of train_*.py
 TEST_SETS = {"Test-1 (long-tailed)": "longtail", "Test-2 (reversed)": "reversed",
              "Test-3 (random)": "random"}
@@ -240,6 +240,6 @@ TABLES["recipe"] = recipes("recipe", "cifar10", {k: LONG[k] for k in ("gamma 100
                                                                       "gamma_u 100 reversed")})
 TABLES["1-digits"], TABLES["5-digits"] = on_digits("1"), on_digits("5")
 TABLES["recipe-digits"] = recipes("recipe-digits", "digits", {
-    k: DIGITS[k] for k in ("gamma 10", "gamma_u 10 reversed")})
+    k: DIGITS[k] for k in ("gamma 5", "gamma_u 5 reversed")})
 TABLES["attractor"] = read_cells("attractor", "digits", DIGITS, STUDY) + read_cells(
     "attractor", "cifar10", {k: LONG[k] for k in ("gamma_u 1", "gamma_u 100 reversed")}, STUDY)

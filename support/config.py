@@ -21,7 +21,7 @@ PROTOCOL = dict(  # the paper's, for all datasets; where it is silent, its relea
     ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2, eta=1e-4, hidden=256, tau=0.95,
     ra_m=4.0, no_flip=False)
 DATASETS = {  # an own dataset (any other name): taken as it is
-    "digits": dict(n1=20, m1=100, gamma_l=10, gamma_u=1, attractor_input="softmax", no_flip=True),
+    "digits": dict(n1=10, m1=100, gamma_l=5, gamma_u=1, attractor_input="softmax", no_flip=True),
     "synthetic": dict(n1=500, m1=500, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "cifar10": dict(n1=1500, m1=3000, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "cifar100": dict(n1=150, m1=300, gamma_l=10, gamma_u=10, attractor_input="l2"),
@@ -42,8 +42,8 @@ MINI = dict(  # the same protocol on one CPU core in minutes
 MINI_SMALL = dict(iters=1500, batch_size=32, eval_every=75)   # of digits and synthetic
 SMALL = ("digits", "synthetic")
 TEN_CLASSES = (*SMALL, "cifar10")                # rivals have constants of their own for CIFAR-10
-# An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4 it
-# could move by 25 in the paper's run, but in a miniature not even by 0.2.
+# An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4
+# it could move by 25 in the paper's run, but in a miniature not even by 0.2.
 MINI_VECTOR = dict(eta=1e-2)
 RECIPES = {  # what the paper's text says, what its released code does
     "paper": dict(omega_every=1, omega_order="after", inner="adam", pseudo_from="linear",
@@ -56,8 +56,8 @@ RECIPES = {  # what the paper's text says, what its released code does
 # Flags that the default --out names in a way of its own, and flags that may change on --resume.
 NAMED = ("dataset", "method", "gamma_l", "gamma_u", "reverse_u", "imbalance", "beta", "scale",
          "recipe", "seed")
-FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "data_dir",
-        "dataset_info", "cwd")
+FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "deterministic",
+        "data_dir", "dataset_info", "cwd")
 OF_THE_MACHINE = ("out", "device", "threads", "compile", "data_dir", "cwd")  # may differ by rank
 
 
@@ -231,12 +231,14 @@ def parser(doc, *groups):
     add = p.add_argument_group("system").add_argument
     add("--scale", choices=("paper", "mini"), help="the paper's protocol, or the same shrunk for "
         "one CPU core (default: paper; mini for digits and synthetic)")
-    add("--eval_every", type=whole, help="iterations between evaluations; at the end of the run they "
-        "are denser, the last 20 lie in its last tenth *")
+    add("--eval_every", type=whole, help="iterations between evaluations; at the end of the run "
+        "they are denser, the last 20 lie in its last tenth *")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="bfloat16: autocast of the network passes on CUDA (default: float32)")
     add("--compile", action="store_true", help="torch.compile the network")
+    add("--deterministic", action="store_true", help="on CUDA: the same numbers at every start, "
+        "more slowly; on the CPU they always are")
     add("--threads", type=number(int, 0, 1024), default=0, help="of the CPU (0: torch decides)")
     add("--seed", type=number(int, 0, 2**31), default=0,
         help="split, batches, augmentation, initial weights (default: 0)")
@@ -327,6 +329,10 @@ def pick_device(args):
         raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")
     if args.dtype == "bfloat16" and name != "cuda":
         raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
+        # Of what remains torch only warns: augment.py's sums of whole numbers, exact in any order.
+        torch.use_deterministic_algorithms(True, warn_only=True)
     args.device, args.threads = name, torch.get_num_threads()        # resolved, for config.json
     return distributed.local_device(name)
 

@@ -103,7 +103,7 @@ OTHER = {  # a value that is not the default, of every flag that makes another r
     "attractor": "vector", "attractor_start": "prior", "no_flip": None,
     "attractor_input": "l2", "pseudo_from": "auto", "eta": 0.1, "hidden": 6, "tau": 0.5,
     "lambda_u": 2, "n_strong": 6, "ra_n": 1, "ra_m": "random"}
-PLAIN = "runs/digits_fixmatch_l2ac_gl10_gu1_s0"
+PLAIN = "runs/digits_fixmatch_l2ac_gl5_gu1_s0"
 
 
 def flag(name):
@@ -143,7 +143,7 @@ def test_default_folder_of_a_batch_size_u_that_is_the_default_of_another_batch_s
 
 @pytest.mark.parametrize("flags", ["--iters 9", "--device cpu", "--threads 2", "--data_dir /tmp",
                                    "--compile", "--resume", "--overwrite", "--lr 0.002",
-                                   "--dataset digits", "--scale mini", "--n1 20"])
+                                   "--dataset digits", "--scale mini", "--n1 10"])
 def test_settings_that_may_change_on_resume_or_are_the_default_are_not_in_the_name(flags):
     assert read(flags).out == PLAIN
 
