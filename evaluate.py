@@ -16,6 +16,9 @@ from argparse import Namespace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
+# before torch, see support/__init__.py
+from support import UserError, checkpoint, checks, config, readers, report  # isort: skip
+
 import numpy as np
 import torch
 
@@ -23,7 +26,6 @@ import data
 import models
 from attractor import build_attractor
 from baselines.methods import METHODS
-from support import UserError, checkpoint, checks, config, readers, report
 from support.augment import Normalise
 
 # ---------------------------------------------------------------------------------------------
@@ -292,7 +294,8 @@ def choose_test(labels, num_classes, kind, gamma, seed):
 def judge_on(run, kind, gamma_t, seed):
     """({class name: test images}, metrics) of the last checkpoint on such a test set."""
     dataset, predicted = run.dataset, run.test_scores.argmax(1)
-    index = choose_test(dataset.test_labels.numpy(), dataset.num_classes, kind, gamma_t, seed)
+    index = choose_test(dataset.test_labels.cpu().numpy(), dataset.num_classes, kind, gamma_t,
+                        seed)
     confusion = confusion_matrix(dataset.test_labels[index], predicted[index], dataset.num_classes)
     return dict(zip(dataset.names, confusion.sum(1).tolist(), strict=True)), metrics(confusion)
 
@@ -301,8 +304,8 @@ def predict_pictures(run, path, out):
     """Write file, label, probability of each picture at `path`, by the run's averaged network."""
     info = run.cfg.dataset_info
     files, images = readers.read_unknown(path, info["size"])
-    normalise = Normalise(info["mean"], info["std"])
-    probability, label = scores(run.predict, images, normalise).softmax(1).max(1)
+    normalise = Normalise(info["mean"], info["std"], run.device)
+    probability, label = scores(run.predict, images.to(run.device), normalise).softmax(1).max(1)
     report.write_predictions(out, files, [info["names"][k] for k in label.tolist()],
                              probability.tolist())
 
@@ -327,8 +330,10 @@ def main(argv=None):
         "images x: a label and its probability for each")
     add("--csv", metavar="FILE", help="write the table to a file as well; with --predict the "
         "predictions (default: the screen)")
+    report.device_flag(p)
     args = p.parse_args(argv)
-    mode, runs = report.check_combination(p, args), report.load_all(args.runs, load_run)
+    mode = report.check_combination(p, args)
+    runs = report.load_all(args.runs, load_run, args.device)
     if mode == "--predict":
         return predict_pictures(runs[0], args.predict, args.csv)
     if mode == "--test":

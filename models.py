@@ -20,11 +20,32 @@ from support import UserError, distributed
 
 
 class Norm(nn.BatchNorm2d):
-    """BatchNorm with a fixed momentum; the step counter that nobody would read is left out."""
+    """BatchNorm with a fixed momentum; the step counter that nobody would read is left out.
+
+    shared: several ranks normalise by the statistics of the global batch, as one rank would. Unlike
+    in torch's SyncBatchNorm, they can be differentiated twice and need no GPU.
+    """
+    shared = False
 
     def __init__(self, channels, momentum):
         super().__init__(channels, momentum=momentum)
         self.num_batches_tracked = None
+
+    def forward(self, x):
+        if not (self.shared and self.training):
+            return super().forward(x)
+        wide = x.to(self.running_mean.dtype)         # float32, also where autocast gives bfloat16
+        local = torch.stack(torch.var_mean(wide, (0, 2, 3), correction=0))     # (2, C)
+        within, means = distributed.stack_over_ranks(local).unbind(1)          # (ranks, C) each
+        between, mean = torch.var_mean(means, 0, correction=0)                 # (C,) each
+        var = within.mean(0) + between                                         # (C,)
+        if self.track_running_stats:
+            n = len(means) * x.numel() // len(mean)
+            self.running_mean.lerp_(mean.detach(), self.momentum)
+            self.running_var.lerp_(var.detach() * (n / (n - 1)), self.momentum)
+        scale = self.weight * (var + self.eps).rsqrt()
+        shift = self.bias - mean * scale
+        return torch.addcmul(shift[:, None, None], wide, scale[:, None, None]).to(x.dtype)
 
 
 activate = partial(F.leaky_relu, negative_slope=0.1)
@@ -126,19 +147,10 @@ def build_with_ema(cfg, num_classes, device, heads=None):
     model = build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
     if heads:
         heads(model)
-    if distributed.size() > 1 and device.type == "cuda":
-        model = share_statistics(model)
+    for norm in norms(model):
+        norm.shared = distributed.size() > 1
     model = model.to(device, memory_format=torch.channels_last)
     return model, EMA(model, cfg.ema), feature_pass(model, device, cfg.dtype, cfg.compile)
-
-
-def share_statistics(model):
-    """Norm -> SyncBatchNorm: several ranks on CUDA normalise by the global batch. Untested."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for m in model.modules():
-        if isinstance(m, nn.SyncBatchNorm):                    # it insists on a step counter
-            m.register_buffer("num_batches_tracked", torch.tensor(0), persistent=False)
-    return model
 
 
 class EMA:
@@ -185,11 +197,15 @@ def frozen_bn_stats(model):
     For the passes that only look: pseudo-labels and the balanced batch. `eval()` would not do, it
     normalises by the running statistics.
     """
-    norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))]
-    for m in norms:
-        m.track_running_stats = False
+    frozen = norms(model)
+    for norm in frozen:
+        norm.track_running_stats = False
     try:
         yield
     finally:
-        for m in norms:
-            m.track_running_stats = True
+        for norm in frozen:
+            norm.track_running_stats = True
+
+
+def norms(model):
+    return [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]

@@ -17,6 +17,8 @@ well on a class-balanced batch.
 """
 from functools import partial
 
+from support import config  # isort: skip (before torch, see support/__init__.py)
+
 import torch
 import torch.nn.functional as F
 
@@ -25,7 +27,6 @@ import evaluate
 import models
 from attractor import build_attractor
 from bilevel import omega_step, remember
-from support import config
 from support.augment import Normalise, strong, weak
 from support.run import Run, launch
 
@@ -36,10 +37,11 @@ def fixmatch_loss(logits, y_l, y_u, mask, lambda_u):
     The unlabeled mean is over all rows: an image below the threshold counts as zero, so that few
     confident images make a small loss, not a loud one.
     """
-    views = (len(logits) - len(y_l)) // len(y_u)                               # S
-    loss_x = F.cross_entropy(logits[:len(y_l)], y_l)
-    targets, kept = y_u.repeat_interleave(views), mask.repeat_interleave(views)     # (SU,) each
-    loss_u = (F.cross_entropy(logits[len(y_l):], targets, reduction="none") * kept).mean()
+    labeled, unlabeled = logits.split([len(y_l), len(logits) - len(y_l)])      # (B, K), (SU, K)
+    views = len(unlabeled) // len(y_u)                                         # S
+    loss_x = F.cross_entropy(labeled, y_l)
+    rows = F.cross_entropy(unlabeled, y_u.repeat_interleave(views), reduction="none")    # (SU,)
+    loss_u = (rows.view(-1, views) * mask[:, None]).mean()
     return loss_x + lambda_u * loss_u, loss_x, loss_u
 
 
@@ -127,10 +129,8 @@ def main(argv=None, on_step=None):
             with models.frozen_bn_stats(model):
                 loss_bal = F.cross_entropy(model.classifier(features(x_b)), y_b)
             loss = loss + loss_bal
-        loss.backward()
-        run.sync_gradients(model, attractor)
+        run.backward(loss, model, attractor)                  # gradients, averaged over ranks
         optimizer.step()                                      # Eq. 4
-        optimizer.zero_grad()
 
         # 5) Upper level, the paper's order: omega is judged at (theta', phi'(omega)).
         if omega_turn and cfg.omega_order == "after":

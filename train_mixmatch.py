@@ -13,6 +13,8 @@ labeled rows, squared error for the others. Every guess counts. L2AC is the same
 """
 from functools import partial
 
+from support import config  # isort: skip (before torch, see support/__init__.py)
+
 import torch
 import torch.nn.functional as F
 
@@ -21,8 +23,7 @@ import evaluate
 import models
 from attractor import build_attractor
 from bilevel import omega_step, remember
-from support import config
-from support.augment import Normalise, weak
+from support.augment import Normalise, to_device, weak
 from support.run import Run, launch
 
 
@@ -36,7 +37,7 @@ def draw_mix(cfg, step, rows, device):
     """One mixup coefficient for the whole batch, and a partner for each row (N,)."""
     g = data.rng(cfg.seed, "mixup", step)
     share = g.beta(cfg.mix_alpha, cfg.mix_alpha)
-    partner = torch.from_numpy(g.permutation(rows)).to(device)
+    partner = to_device(g.permutation(rows), device)
     return max(share, 1 - share), partner                     # a row stays more itself than not
 
 
@@ -50,8 +51,10 @@ def mixmatch_loss(logits, q, labeled, lambda_u):
 
     The squared error is a mean over rows and classes: lambda_u = 75 is meant for that scale.
     """
-    loss_x = F.cross_entropy(logits[:labeled], q[:labeled])
-    loss_u = F.mse_loss(logits[labeled:].softmax(1), q[labeled:])
+    sizes = [labeled, len(q) - labeled]
+    (logits_x, logits_u), (q_x, q_u) = logits.split(sizes), q.split(sizes)
+    loss_x = F.cross_entropy(logits_x, q_x)
+    loss_u = F.mse_loss(logits_u.softmax(1), q_u)
     return loss_x + lambda_u * loss_u, loss_x, loss_u
 
 
@@ -144,10 +147,8 @@ def main(argv=None, on_step=None):
             with models.frozen_bn_stats(model):
                 loss_bal = F.cross_entropy(model.classifier(features(x_b)), y_b)
             loss = loss + loss_bal
-        loss.backward()
-        run.sync_gradients(model, attractor)
+        run.backward(loss, model, attractor)                  # gradients, averaged over ranks
         optimizer.step()                                      # Eq. 4
-        optimizer.zero_grad()
 
         # 5) Upper level, the paper's order: omega is judged at (theta', phi'(omega)).
         if omega_turn and cfg.omega_order == "after":

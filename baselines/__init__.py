@@ -8,6 +8,8 @@ this folder.
 """
 from dataclasses import dataclass
 
+from support.augment import Normalise  # isort: skip (before torch, see support/__init__.py)
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,6 @@ from torch import nn
 
 import data
 import models
-from support.augment import Normalise
 
 
 @dataclass

@@ -11,14 +11,13 @@ At test time the auxiliary classifier predicts.
 
 Thinning pseudo-labels by the labeled counts is right only if M_k is proportional to N_k.
 """
-import torch
 import torch.nn.functional as F
 from torch import nn
 
 import data
 import models
 from baselines import Method
-from support.augment import strong
+from support.augment import strong, to_device
 from support.distributed import local_slice
 
 TAU = 0.95
@@ -67,7 +66,7 @@ class ABC(Method):
         """(rows,) in [0, 1): this rank's slice of the draws for the global batch."""
         rank, size = self.ctx.shard
         draws = data.rng(self.ctx.cfg.seed, purpose, step).random(rows * size, dtype="float32")
-        return torch.from_numpy(local_slice(draws, rank, size)).to(self.ctx.device)
+        return to_device(local_slice(draws, rank, size), self.ctx.device)
 
     def extra_loss(self, batch):
         cfg, head = self.ctx.cfg, self.ctx.model.auxiliary

@@ -20,7 +20,8 @@ import data
 import models
 from baselines import Method
 from support import UserError, config
-from support.distributed import all_gather
+from support.augment import to_device
+from support.distributed import all_gather, broadcast_from_rank0
 
 
 def shares(counts, alpha=1 / 3):
@@ -113,8 +114,11 @@ class CReST(Method):
             return
         # --pool union: images that have a label are not ranked, or they would use up the shares
         new = np.flatnonzero(~np.isin(self.ctx.index_u, self.ctx.index_l))
-        labels = select(*self.predict_unlabeled(self.ctx.index_u[new]), shares(self.counts))
-        self.adopted[torch.from_numpy(new)] = torch.from_numpy(labels).to(self.adopted.device)
+        # rank 0 chooses for all: rounding on a GPU may make ranks differ
+        labels = broadcast_from_rank0(lambda: select(
+            *self.predict_unlabeled(self.ctx.index_u[new]), shares(self.counts)))
+        new, labels = (to_device(a, self.adopted) for a in (new, labels))
+        self.adopted[new] = labels
         self.generation += 1
         self.restart()
         self.make_stream()
@@ -131,7 +135,7 @@ class CReST(Method):
     def restart(self):
         """New weights in the network and its EMA, a new state of the optimizer."""
         ctx, cfg = self.ctx, self.ctx.cfg
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(cfg.seed + 1000003 * self.generation)
             fresh = models.build(cfg.model, len(self.counts), cfg.bn_momentum, cfg.wrn_quirk)
         for network in (ctx.model, ctx.ema.model):
@@ -153,7 +157,8 @@ class CReSTPlus(CReST):
 
     def refine(self, p, batch):
         target = alignment_target(self.ctx.counts, self.generation,
-                                  self.ctx.cfg.crest_generations).to(p)        # (K,)
+                                  self.ctx.cfg.crest_generations)
+        target = to_device(target.to(p.dtype).numpy(), p)                      # (K,)
         aligned = p * (target + 1e-6) / (self.recent.mean(0) + 1e-6)           # (U, K)
         self.recent[batch.step % 128] = all_gather(p).mean(0)       # unaligned, for the next steps
         return aligned / aligned.sum(1, keepdim=True)

@@ -20,8 +20,8 @@ import data
 import models
 from baselines import Method, row_lookup
 from support import config
-from support.augment import weak
-from support.distributed import all_gather
+from support.augment import to_device, weak
+from support.distributed import all_gather, broadcast_from_rank0
 
 TINY = 1e-6
 
@@ -95,9 +95,10 @@ def hold_out_labeled(labels, seed, most=10):
 
 
 def probabilities(model, ctx, index):
-    """Softmax outputs for images without augmentation. index (N,) -> (N, K) float64"""
+    """Softmax outputs for images without augmentation. index (N,) -> (N, K) float64, on the CPU
+    because mps has no float64"""
     with torch.no_grad():
-        return torch.cat([model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1).double()
+        return torch.cat([model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1).cpu().double()
                           for c in np.array_split(index, len(index) // 500 + 1)])
 
 
@@ -109,7 +110,7 @@ def estimate_counts(ctx, epochs=10):
     cfg, labels = ctx.cfg, ctx.dataset.labels[ctx.index_l]
     rows, held = hold_out_labeled(labels, cfg.seed)
     stream = data.IndexStream(ctx.index_l[rows], 128, cfg.seed, "DARP estimate")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)
         model = models.build(cfg.model, ctx.dataset.num_classes, 0.1, cfg.wrn_quirk)
     model = model.to(ctx.device, memory_format=torch.channels_last)
@@ -128,8 +129,8 @@ def estimate_counts(ctx, epochs=10):
         optimizer.zero_grad()
         if (step + 1) % (steps // epochs) == 0:
             model.eval()
-            y_held = torch.from_numpy(labels[held]).to(ctx.device)
-            M, good = invert_confusion(probabilities(model, ctx, ctx.index_l[held]), y_held,
+            M, good = invert_confusion(probabilities(model, ctx, ctx.index_l[held]),
+                                       torch.from_numpy(labels[held]),
                                        probabilities(model, ctx, new))
             model.train()
             trusted += [M] if good else []
@@ -169,16 +170,25 @@ class DARP(Method):
         self.register_buffer("R", torch.full((N, K), 1 / K))       # latest refined ones
         self.register_buffer("t", torch.zeros(K, dtype=torch.float64))
 
+    def _apply(self, *args):
+        """To another device, but t stays on the CPU: mps has no float64."""
+        t, self.t = self.t, None
+        super()._apply(*args)
+        self.t = t
+        return self
+
     def due(self):
         """t (K,)."""
         ctx = self.ctx
         if not ctx.cfg.darp_estimate:
             return due_numbers(ctx.counts, len(ctx.index_u))
         known = ctx.counts if ctx.cfg.pool == "union" else torch.zeros_like(ctx.counts)
-        return estimate_counts(ctx).cpu() + known
+        estimate = estimate_counts(ctx)
+        # that of rank 0 for all: rounding on a GPU may make ranks differ
+        return broadcast_from_rank0(lambda: estimate) + known
 
     def refine(self, p, batch):
-        rows = torch.from_numpy(self.rows[batch.index_u]).to(p.device)         # (U,)
+        rows = to_device(self.rows[batch.index_u], p)                          # (U,)
         self.Q[all_gather(rows)] = all_gather(p)
         since = batch.step - self.start
         if since < 0:
@@ -186,5 +196,8 @@ class DARP(Method):
         if since == 0:
             self.t.copy_(self.due())
         if since % self.ctx.cfg.darp_period == 0:
-            self.R.copy_(refined(self.Q, self.t, self.ctx.cfg.darp_outer, self.ctx.cfg.darp_delta))
+            Q = self.Q.cpu() if self.Q.device.type == "mps" else self.Q        # float64 follows
+            R = refined(Q, to_device(self.t.numpy(), Q), self.ctx.cfg.darp_outer,
+                        self.ctx.cfg.darp_delta)
+            self.R.copy_(R.to(self.R.dtype))
         return self.R[rows]                      # (U, K)

@@ -83,8 +83,8 @@ class DASO(Method):
         if batch.step >= self.start:
             self.q = similarity(batch.z_u, self.centres).softmax(1)            # (U, K)
             p = blend_labels(p, self.q, blend_weights(self.histogram, self.ctx.cfg.daso_td))
-        self.current += torch.bincount(all_gather(p.argmax(1)),                # also below tau
-                                       minlength=len(self.current))
+        y_u = all_gather(p.argmax(1))                  # (U',) in the global batch, also below tau
+        self.current += F.one_hot(y_u, len(self.current)).sum(0)     # bincount waits for a GPU
         if (batch.step + 1) % self.window == 0:
             self.histogram.copy_(self.current)
             self.current.zero_()

@@ -16,6 +16,7 @@ import torch
 from baselines import Method, row_lookup
 from baselines.supervised import effective_number_weights
 from support import config
+from support.augment import to_device
 from support.distributed import all_gather
 
 
@@ -42,7 +43,7 @@ class SaR(Method):
         self.register_buffer("v", torch.ones(ctx.dataset.num_classes))
 
     def refine(self, p, batch):
-        rows = torch.from_numpy(self.rows[batch.index_u]).to(p.device)         # (U,)
+        rows = to_device(self.rows[batch.index_u], p)                          # (U,)
         self.newest[all_gather(rows)] = all_gather(p.argmax(1))
         refined = p * self.v ** self.power                                     # (U, K)
         refined = refined / refined.sum(1, keepdim=True)
@@ -50,6 +51,6 @@ class SaR(Method):
 
     def after_epoch(self, done):
         if done >= self.ctx.cfg.sar_start * self.ctx.cfg.iters:
-            seen = self.newest[self.newest >= 0]
-            counts = torch.bincount(seen, minlength=len(self.v))
-            self.v.copy_(mitigating_vector(counts))
+            newest = self.newest.cpu()                         # mps has no float64
+            counts = torch.bincount(newest[newest >= 0], minlength=len(self.v))
+            self.v.copy_(mitigating_vector(counts).to(self.v.dtype))

@@ -150,10 +150,8 @@ def main(argv=None, on_step=None, own=None):
         loss_x = method.supervised_loss(logits[:len(y_l)], target, step)
         loss_u = method.unlabeled_loss(logits[len(y_l):], plain, batch)
         loss = loss_x + lambda_u * loss_u + method.extra_loss(batch)
-        loss.backward()
-        run.sync_gradients(model)
+        run.backward(loss, model)
         optimizer.step()
-        optimizer.zero_grad()
 
         # 4) EMA first, then the live weights shrink: the order of the protocol. A method that
         #    freezes the network (eval mode) does not want it shrunk either.

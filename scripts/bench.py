@@ -1,14 +1,17 @@
 """Cost of L2AC: seconds, dispatched operations and memory per iteration; speed of augmentation.
 
     python -m scripts.bench                 WRN-28-2 at the paper's batch, one thread, some minutes
+    python -m scripts.bench --device cuda   the same on a GPU
     python -m scripts.bench --model wrn-10-1 --image_size 16      a quick look
     python -m scripts.bench --rivals        all methods on FixMatch, for 10 and for 100 classes
     python -m scripts.bench --json          seconds per iteration: none, l2ac, full_unroll, bare;
                                             images per second: strong_per_s, pil_per_s;
                                             operations: ops_*; peak memory in MB: memory_*
 
-The iterations are those of train_fixmatch.py itself, on synthetic images. The candidates take
-turns, so that a busy machine slows all of them: compare the ratios, not the seconds.
+The iterations are those of train_fixmatch.py itself, on synthetic images. The candidates advance in
+turn, one iteration each, so that what slows the machine down slows all of them. On a CPU a second
+is one of the thread's own (time.thread_time): time in which another program had the core does not
+count. On a GPU it is one by the clock, with torch.cuda.synchronize before both readings.
 """
 import argparse
 import contextlib
@@ -20,9 +23,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +48,7 @@ MAINS = {"none": train_fixmatch.main, "l2ac": train_fixmatch.main, "full_unroll"
 
 def training_flags(args, method, iters, out):
     text = (f"--dataset synthetic --scale paper --model {args.model} --batch_size "
-            f"{args.batch_size} --image_size {args.image_size} --n_strong 2 --device cpu "
+            f"{args.batch_size} --image_size {args.image_size} --n_strong 2 --device {args.device} "
             f"--threads 1 --iters {iters} --eval_every {iters} --overwrite")
     text += "" if method == "full_unroll" else f" --method {method}"
     return [*text.split(), "--out", out]
@@ -56,20 +58,79 @@ class Enough(Exception):
     """Ends a run from within its on_step."""
 
 
-def time_iterations(args, method, iters, more=()):
-    """Seconds of each iteration of a short run; the first one is warm-up and left out."""
-    times = []
+def training(args, method, iters, more=()):
+    """A function of on_step: the first iterations of a training run."""
+    def run(on_step):
+        def stop_in_time(step, losses):
+            on_step()
+            if step + 1 == iters:
+                raise Enough                             # before the evaluation
+        main = MAINS.get(method, baselines.main)
+        with tempfile.TemporaryDirectory() as out, contextlib.suppress(Enough):
+            main([*training_flags(args, method, iters, out), *more], stop_in_time)
+    return run
 
-    def on_step(step, losses):
-        times.append(time.perf_counter())
-        if len(times) == iters:
-            raise Enough                                 # before the evaluation
 
-    main = MAINS.get(method, baselines.main)
-    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
-        with contextlib.suppress(Enough):
-            main([*training_flags(args, method, iters, out), *more], on_step)
-    return np.diff(times).tolist()
+def repeated(function, times):
+    """A function of on_step that calls `function`."""
+    def run(on_step):
+        for _ in range(times):
+            function()
+            on_step()
+    return run
+
+
+def clock(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.thread_time()
+
+
+class Candidate(threading.Thread):
+    """A training loop in a thread of its own, which waits at the end of every iteration."""
+
+    def __init__(self, run, device):
+        super().__init__(daemon=True)
+        self.work, self.device, self.times = run, device, []
+        self.finished, self.error = False, None
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.start()
+
+    def run(self):
+        try:
+            self.wait()
+            self.work(self.on_step)
+        except BaseException as error:                   # for the main thread to raise
+            self.error = error
+        self.finished = True
+        self.done.release()
+
+    def wait(self):
+        self.go.acquire()
+        self.began = clock(self.device)
+
+    def on_step(self):
+        self.times.append(clock(self.device) - self.began)
+        self.done.release()
+        self.wait()
+
+    def advance(self):
+        """Let it make one iteration, or end."""
+        self.go.release()
+        self.done.acquire()
+        if self.error:
+            raise self.error
+
+
+def take_turns(runs, device):
+    """{name: seconds of each iteration but the first}. runs: {name: function of on_step}"""
+    with contextlib.redirect_stdout(io.StringIO()):
+        candidates = {name: Candidate(run, device) for name, run in runs.items()}
+        while running := [c for c in candidates.values() if not c.finished]:
+            for candidate in running:
+                candidate.advance()
+    return {name: c.times[1:] for name, c in candidates.items()}
 
 
 class OperationCounter(TorchDispatchMode):
@@ -85,28 +146,27 @@ def count_operations(args, method):
 
     On the smallest images, because the number of operations does not depend on their size.
     """
-    totals, small = [], argparse.Namespace(**vars(args) | {"image_size": 8})
+    totals, small = [], argparse.Namespace(**vars(args) | {"image_size": 8, "device": "cpu"})
     for iters in (2, 4):
-        with OperationCounter() as counter:
-            time_iterations(small, method, iters)
+        with OperationCounter() as counter, contextlib.redirect_stdout(io.StringIO()):
+            training(small, method, iters)(lambda: None)
         totals.append(counter.operations)
     return (totals[1] - totals[0]) / 2
 
 
 def bare_passes(args):
     """A function that makes the network passes of an L2AC iteration and nothing else."""
-    model = models.build(args.model, 10).to(memory_format=torch.channels_last)
+    model = models.build(args.model, 10).to(args.device, memory_format=torch.channels_last)
     b, size = args.batch_size, args.image_size
-    rows, weak, balanced = (torch.randn(n, 3, size, size).to(memory_format=torch.channels_last)
-                            for n in (3 * b, b, b))
-    y = torch.randint(10, (3 * b,))
+    rows, weak, balanced = (torch.randn(n, 3, size, size, device=args.device).to(
+        memory_format=torch.channels_last) for n in (3 * b, b, b))
+    y = torch.randint(10, (3 * b,), device=args.device)
 
     def passes():
         with torch.no_grad(), models.frozen_bn_stats(model):
             model(weak)
             model(balanced)
-        F.cross_entropy(model(rows), y).backward()
-        model.zero_grad()
+        torch.autograd.grad(F.cross_entropy(model(rows), y), list(model.parameters()))
     return passes
 
 
@@ -125,30 +185,20 @@ def pil_pipeline(size):
     return strong_view
 
 
-def seconds(function):
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
-
-
 def measure_costs(args):
-    """{candidate: list of seconds}; the candidates take turns."""
-    times = defaultdict(list)
-    size, count = args.image_size, 2 * args.batch_size
+    """{candidate: list of seconds}"""
+    size, count, n = args.image_size, 2 * args.batch_size, 1 + args.iters
     images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
-    batch = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-    normalise = augment.Normalise((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    strong_view, passes = pil_pipeline(size), bare_passes(args)
-    passes()                                             # warm-up
-    for turn in range(args.rounds):
-        for method in MAINS:
-            times[method] += time_iterations(args, method, 1 + args.iters)
-            times["bare"] += [seconds(passes) for _ in range(args.iters)]
-        for i in range(20):
-            g = data.rng(turn, "bench", i)
-            times["strong"].append(seconds(partial(augment.strong, batch, g, normalise)))
-        times["pil"] += [seconds(lambda: [strong_view(x) for x in images]) for _ in range(5)]
-    return times
+    batch = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().to(args.device)
+    normalise = augment.Normalise((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), args.device)
+    strong_view, steps = pil_pipeline(size), itertools.count()
+    runs = {method: training(args, method, n) for method in ("none", "l2ac")}
+    runs["full_unroll"] = training(args, "full_unroll", min(n, 4))     # four times as slow
+    runs["bare"] = repeated(bare_passes(args), n)
+    runs["strong"] = repeated(lambda: augment.strong(batch, data.rng(0, "bench", next(steps)),
+                                                     normalise), n)
+    runs["pil"] = repeated(lambda: [strong_view(x) for x in images], n)
+    return take_turns(runs, args.device)
 
 
 def peak_memory(args, method):
@@ -194,34 +244,36 @@ def refinement_seconds(num_classes):
     Q = (3 * torch.randn(total, num_classes, generator=g)).softmax(1)
     outer, period = (10, 10) if num_classes == 10 else (20, 100)
     t = darp.due_numbers(counts, total)
-    return min(seconds(lambda: darp.refined(Q, t, outer)) for _ in range(3)) / period
+    times = take_turns({"": repeated(lambda: darp.refined(Q, t, outer), 4)}, "cpu")[""]
+    return statistics.median(times) / period
 
 
 def measure_rivals(args):
-    """{(method, K): seconds per iteration}; the methods take turns.
-
-    The minimum over iterations: the methods differ by less than iterations of one method do.
-    """
-    times = defaultdict(list)
+    """{(method, K): seconds per iteration}"""
+    # DARP refines in the first iteration (not timed), DASO blends from the start, and CReST does
+    # not end a generation, which happens four times in a whole run.
+    more = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0",
+            "crest": "--crest_generations 1", "crest+": "--crest_generations 1"}
+    result = {}
     with tempfile.TemporaryDirectory() as folder:
-        split = {K: noise_dataset(folder, K, args.image_size) for K in COUNTS}
-        for turn, K, method in itertools.product(range(args.rounds), COUNTS, COMPARED):
-            if turn and method == "full_unroll":
-                continue                                 # four times as slow; once is enough
-            # DARP refines in the first iteration (not timed), DASO blends from the start, and CReST
-            # does not end a generation, which happens four times in a whole run.
-            more = {"darp": "--darp_warm 0 --darp_period 999", "daso": "--daso_start 0",
-                    "crest": "--crest_generations 1", "crest+": "--crest_generations 1"}
-            times[method, K] += time_iterations(args, method, 1 + args.iters,
-                                                [*more.get(method, "").split(), *split[K]])
-    return {(method, K): min(t) + (refinement_seconds(K) if method == "darp" else 0)
-            for (method, K), t in times.items()}
+        for K in COUNTS:
+            split = noise_dataset(folder, K, args.image_size)
+            times = take_turns({
+                method: training(args, method, min(1 + args.iters, 4) if method == "full_unroll"
+                                 else 1 + args.iters, [*more.get(method, "").split(), *split])
+                for method in COMPARED}, args.device)
+            result |= {(method, K): statistics.median(t) for method, t in times.items()}
+            result["darp", K] += refinement_seconds(K)
+    return result
+
+
+def describe(args):
+    return (f"{args.model}, batch {args.batch_size}, {args.image_size} px, {args.device}, one "
+            f"thread, torch {torch.__version__}, median of {args.iters} iterations")
 
 
 def rivals_table(args, r):
-    lines = [f"{args.model}, batch {args.batch_size}, {args.image_size} px, one thread, "
-             f"fastest of {args.rounds * args.iters} iterations (full_unroll: {args.iters}), "
-             f"on FixMatch",
+    lines = [f"{describe(args)}, on FixMatch",
              f"{'':<12}{'s/it, K=10':>12}{'/ none':>8}{'s/it, K=100':>13}{'/ none':>8}"]
     for m in COMPARED:
         lines.append(f"{m:<12}{r[m, 10]:>12.3f}{r[m, 10] / r['none', 10]:>8.2f}"
@@ -230,17 +282,23 @@ def rivals_table(args, r):
 
 
 def cost_table(args, r):
-    lines = [f"{args.model}, batch {args.batch_size}, {args.image_size} px, one thread, "
-             f"torch {torch.__version__}, median of {args.rounds * args.iters} iterations",
-             f"{'':<14}{'s/iteration':>12}{'/ none':>8}{'operations':>12}{'peak MB':>9}"]
-    for m in MAINS:
-        lines.append(f"{m:<14}{r[m]:>12.3f}{r[m] / r['none']:>8.2f}{r[f'ops_{m}']:>12.0f}"
-                     f"{r[f'memory_{m}']:>9.0f}")
-    lines.append(f"{'bare passes':<14}{r['bare']:>12.3f}{r['bare'] / r['none']:>8.2f}")
+    """spread: half of the iterations lie within this much of the median"""
+    lines = [describe(args),
+             f"{'':<14}{'s/iteration':>12}{'spread':>8}{'/ none':>8}{'operations':>12}"
+             f"{'peak MB':>9}"]
+    for m in (*MAINS, "bare"):
+        more = f"{r[f'ops_{m}']:>12.0f}{r[f'memory_{m}']:>9.0f}" if m in MAINS else ""
+        lines.append(f"{m:<14}{r[m]:>12.4f}{r[f'spread_{m}']:>8.1%}{r[m] / r['none']:>8.3f}{more}")
     lines.append(f"l2ac / bare passes {r['l2ac'] / r['bare']:.3f}")
     lines.append(f"strong views {r['strong_per_s']:.0f} images/s, torchvision on PIL images "
                  f"{r['pil_per_s']:.0f}: {r['strong_per_s'] / r['pil_per_s']:.1f} times")
     return "\n".join(lines)
+
+
+def spread(times):
+    """The median distance from the median, relative to it."""
+    middle = statistics.median(times)
+    return statistics.median(abs(t - middle) for t in times) / middle
 
 
 def main(argv=None):
@@ -248,8 +306,9 @@ def main(argv=None):
     p.add_argument("--model", default="wrn-28-2")
     p.add_argument("--batch_size", type=config.number(int, 2), default=64)
     p.add_argument("--image_size", type=config.number(int, 8, 1024), default=32)
-    p.add_argument("--rounds", type=config.number(int, 1), default=3, help="turns per candidate")
-    p.add_argument("--iters", type=config.number(int, 1), default=2, help="iterations per turn")
+    p.add_argument("--iters", type=config.number(int, 1), default=20,
+                   help="iterations of every candidate (default: 20)")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--rivals", action="store_true",
                    help="all methods on FixMatch, for 10 and for 100 classes")
     p.add_argument("--json", action="store_true")
@@ -260,8 +319,10 @@ def main(argv=None):
         print(json.dumps({f"{m} {K}": t for (m, K), t in r.items()}) if args.json
               else rivals_table(args, r))
         return
-    middle = {name: statistics.median(t) for name, t in measure_costs(args).items()}
+    times = measure_costs(args)
+    middle = {name: statistics.median(t) for name, t in times.items()}
     result = {name: middle[name] for name in (*MAINS, "bare")}
+    result |= {f"spread_{name}": spread(times[name]) for name in (*MAINS, "bare")}
     result |= {f"{name}_per_s": 2 * args.batch_size / middle[name] for name in ("strong", "pil")}
     result |= {f"ops_{m}": count_operations(args, m) for m in MAINS}
     result |= {f"memory_{m}": peak_memory(args, m) for m in MAINS}

@@ -305,11 +305,13 @@ def main(argv=None):
                    metavar="NAME", help=f"some of {', '.join(FIGURES)}")
     p.add_argument("--unfinished", action="store_true",
                    help="fold seeds that are not finished, too")
+    report.device_flag(p)
     args = p.parse_args(argv)
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         p.error(f"--out {out} is not a folder")
-    groups = report.grouped(report.load_all(args.runs, evaluate.load_run), args.unfinished)
+    runs = report.load_all(args.runs, evaluate.load_run, args.device)
+    groups = report.grouped(runs, args.unfinished)
     out.mkdir(parents=True, exist_ok=True)
     drawn = [draw(name, groups, out / f"{name}.{args.format}")
              for name in dict.fromkeys(args.only)]

@@ -26,7 +26,7 @@ FIXED = {"method": "full_unroll", "recipe": "paper", "omega_every": 1, "omega_or
 
 
 def full_unroll(model, attractor, lower_loss, logits, inner, x_b, y_b, mean_over_ranks=list):
-    """(L_bal, dL_bal/domega, the lower gradients of the local batch).
+    """(L_bal, dL_bal/domega, this rank's part of the lower gradients, which is to be averaged).
 
     logits (N, K) come with the graph of the whole network; inner: InnerSteps of all its parameters.
     The lower gradients are returned so that the caller can step without a second backward pass.

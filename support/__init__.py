@@ -3,6 +3,11 @@ import os
 import sys
 from contextlib import suppress
 
+# How OpenMP's threads wait for each other. By default they spin; if another program has taken the
+# core of the one they wait for, a run is seven times slower. OpenMP reads this when torch is
+# imported, so every program imports from `support` first.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc",
              "Storage size calculation overflowed")   # torch has a class of its own on CUDA only
 
@@ -16,9 +21,15 @@ def lacks_memory(error):
         isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY))
 
 
+def main_line(error):
+    """The line of a message that says most: the first, of nccl's the last."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1 if type(error).__name__ == "DistBackendError" else 0][:160]
+
+
 def explain(error):
     """One sentence, if the error is the user's or the machine's; None for mistakes in the code."""
-    text = (str(error).splitlines() or [""])[0][:160]
+    text = main_line(error)
     if isinstance(error, UserError):
         return str(error)
     if lacks_memory(error):
@@ -26,6 +37,9 @@ def explain(error):
                 f"--image_size or --hidden, or take a smaller --model")
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return f"--compile does not work on this machine ({text}); leave it out"
+    if type(error).__module__ == "torch.distributed":        # nccl's may come after the collective
+        return (f"the connection to another process of this run is lost ({text}); what was saved "
+                f"before is intact, start all of them again with --resume")
     if isinstance(error, OSError) and error.errno is not None:       # raised by the system
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; what was saved before is intact"

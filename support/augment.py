@@ -12,6 +12,8 @@ RandAugment operations match PIL's to the last grey level (tests/test_augment.py
 RandAugment is the variant of the DARP and L2AC code: sixteen operations, none of them ever
 skipped. A low level is not a mild one: at level 4, Posterize keeps a single bit.
 """
+from functools import lru_cache
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,15 @@ FAMILY = np.repeat(np.arange(8), (1, 1, 5, 5, 1, 1, 1, 1))             # (16,)
 IN_PIXELS = np.isin(NAMES, ["TranslateX", "TranslateY", "Box"])
 BOX_COLOUR = np.array([125, 123, 114], np.uint8).reshape(3, 1, 1)
 LUMA = np.array([19595, 38470, 7471], np.float32).reshape(3, 1, 1) / 65536   # ITU-R 601, as in PIL
+
+
+@lru_cache(4)
+def constants(device):
+    """Grey levels (256,), the last of them (1,), colour of a box (3, 1, 1), weights of the grey value
+    (3, 1, 1); copied to the device once. AutoContrast takes double precision to truncate as PIL
+    does; mps has none and may be 1 off."""
+    levels = np.arange(256, dtype="f4" if device.type == "mps" else "f8")
+    return [torch.from_numpy(a).to(device) for a in (levels, levels[255:], BOX_COLOUR, LUMA)]
 
 
 # ---- the two views ----------------------------------------------------------------------------
@@ -97,10 +108,11 @@ def strong(x, rng, normalise, n=3, m=4, shard=(0, 1), no_flip=False):
 
 
 def to_device(a, x):
-    """NumPy array -> tensor on the device of x. A blocking copy to CUDA would wait for all queued
-    work. Without blocking, `a` may still be freed at once: CUDA copies it to a buffer of its own
-    before the call returns. Other devices do not guarantee that."""
-    return torch.from_numpy(a).to(x.device, non_blocking=x.device.type == "cuda")
+    """NumPy array -> tensor on the device of x, or on the device x. A blocking copy to CUDA would
+    wait for all queued work. Without blocking, `a` may still be freed at once: CUDA copies it to a
+    buffer of its own before the call returns. Other devices do not guarantee that."""
+    device = torch.device(getattr(x, "device", x))
+    return torch.from_numpy(a).to(device, non_blocking=device.type == "cuda")
 
 
 # ---- RandAugment ------------------------------------------------------------------------------
@@ -132,7 +144,8 @@ def randaugment(x, op, v, centre):
     op, v, cx, cy = (np.take_along_axis(a, order, 1) for a in (op, v, *centre))
     sizes = (FAMILY[op][..., None] == np.arange(8)).sum(1)               # (n, 8)
     tables, source = fixed_tables(op, v, x), source_map(op, v, x)
-    covered, colour = box_mask(op, v, cx, cy, x), to_device(BOX_COLOUR, x)
+    covered, factors = box_mask(op, v, cx, cy, x), enhance_factors(op, v, x)
+    _, _, colour, _ = constants(x.device)
     for i, (auto, equal, fixed, move, box, contrast, color, sharp) in enumerate(sizes.tolist()):
         x = x.index_select(0, steps[i])                   # a copy: families are changed in place
         tabled, moved, boxed, toned, sharpened = x.split(
@@ -145,7 +158,7 @@ def randaugment(x, op, v, centre):
         if box:
             torch.where(covered[i], colour, boxed, out=boxed)
         if contrast + color + sharp:
-            enhance(toned, sharpened, contrast, v[i, -(contrast + color + sharp):])
+            enhance(toned, sharpened, contrast, factors[i])
     return x.index_select(0, last)
 
 
@@ -171,12 +184,11 @@ def look_up(x, auto, equal, tables):
     pixels = x.view(len(x), 3, -1)                        # (k, 3, H * W)
     index = pixels.long()
 
-    # AutoContrast maps darkest..brightest, in each channel, to 0..255. It takes double precision to
-    # truncate as PIL does; mps has none and may be 1 off.
-    levels = to_device(np.arange(256, dtype="f4" if x.device.type == "mps" else "f8"), x)
+    # AutoContrast maps darkest..brightest, in each channel, to 0..255.
+    levels, white, _, _ = constants(x.device)
     stretch, flatten, _ = index.split([auto, equal, len(tables)])
     lo, hi = stretch.aminmax(dim=2, keepdim=True)         # (auto, 3, 1) each
-    scale = levels[255:] / (hi - lo)                      # 255 / ... would round a reciprocal
+    scale = white / (hi - lo)                             # 255 / ... would round a reciprocal
     stretched = levels * scale - lo * scale               # (auto, 3, 256)
 
     # Equalize maps a level to the number of darker pixels, in steps. Not with bincount, which waits
@@ -210,14 +222,14 @@ def source_map(op, v, x):
     d, e, f = shear_y - sin, cos, h / 2 + sin * w / 2 - cos * h / 2 + down
     # half a step in x and in y, because PIL maps the centre of the output pixel
     matrix = np.stack([a, b, c + a / 2 + b / 2, d, e, f + d / 2 + e / 2], axis=1)
-    matrix = np.floor(matrix * 65536 + 0.5).astype(np.int32).reshape(-1, 2, 3)
+    matrix = np.floor(matrix * 65536 + 0.5).astype(np.int64).reshape(-1, 2, 3)
     matrix[:, :, 2] += 65536                              # the frame shifts the image by a pixel
-    along = matrix[:, :, :1] * np.arange(w, dtype=np.int32) + matrix[:, :, 2:]   # (K, 2, W)
-    down = matrix[:, :, 1:2] * np.arange(h, dtype=np.int32)                      # (K, 2, H)
+    along = matrix[:, :, :1] * np.arange(w) + matrix[:, :, 2:]                   # (K, 2, W)
+    down = matrix[:, :, 1:2] * np.arange(h)                                      # (K, 2, H)
     x, y = ((to_device(along[:, :, None], x) + to_device(down[..., None], x)) >> 16).unbind(1)
     # (K, H, W) each; what lies beyond the frame is as black as the frame
     source = y.clamp_(0, h + 1) * (w + 2) + x.clamp_(0, w + 1)
-    return source.view(-1, 1, h * w).long().expand(-1, 3, -1).split(chosen.sum(1).tolist())
+    return source.view(-1, 1, h * w).expand(-1, 3, -1).split(chosen.sum(1).tolist())
 
 
 def box_mask(op, v, cx, cy, x):
@@ -235,21 +247,30 @@ def box_mask(op, v, cx, cy, x):
     return covered.split(chosen.sum(1).tolist())
 
 
-def enhance(toned, sharp, contrast, v):
+def enhance_factors(op, v, x):
+    """Contrast to Sharpness: (n, N) operations and strengths -> for each layer those of Contrast and
+    Color, and those of Sharpness, (k, 1, 1, 1) float32."""
+    chosen, sharp = FAMILY[op] >= CONTRAST, FAMILY[op] == SHARP
+    sizes = np.stack([(chosen & ~sharp).sum(1), sharp.sum(1)], axis=1)                 # (n, 2)
+    factors = to_device(v[chosen].astype(np.float32)[:, None, None, None], x)
+    factors = factors.split(sizes.ravel().tolist())
+    return list(zip(factors[::2], factors[1::2], strict=True))
+
+
+def enhance(toned, sharp, contrast, factors):
     """PIL's ImageEnhance, in place: x <- base + v * (x - base), clipped and truncated. The first
     `contrast` images of toned get Contrast, the rest Color; those of sharp get Sharpness."""
     # Color's base is the grey of each pixel, Contrast's the mean grey. LUMA is in multiples of
     # 2^-16, so float32 is exact.
-    grey = (toned * to_device(LUMA, toned)).sum(1, keepdim=True).add_(0.5).floor_()   # (k, 1, H, W)
+    *_, luma = constants(toned.device)
+    grey = (toned * luma).sum(1, keepdim=True).add_(0.5).floor_()                 # (k, 1, H, W)
     flat = grey[:contrast]
     flat.copy_(flat.mean((2, 3), keepdim=True).add_(0.5).floor_())
     # Sharpness's base is a 3 x 3 mean whose centre has weight 5. PIL leaves the edge pixels alone.
     inner = sharp[:, :, 1:-1, 1:-1]
-    total = sharp.float().unfold(2, 3, 1).sum(-1).unfold(3, 3, 1).sum(-1).add_(inner, alpha=4)
-    smooth = total.div_(13).round_()                      # thirteenths have no ties
-    factor = to_device(v.astype(np.float32)[:, None, None, None], toned)
-    factor = factor.split([len(toned), len(sharp)])
-    for x, base, v in zip((toned, inner), (grey, smooth), factor, strict=True):
+    total = sharp.unfold(2, 3, 1).sum(-1, dtype=torch.float32).unfold(3, 3, 1).sum(-1)
+    smooth = total.add_(inner, alpha=4).div_(13).round_()           # thirteenths have no ties
+    for x, base, v in zip((toned, inner), (grey, smooth), factors, strict=True):
         x.copy_((x - base).mul_(v).add_(base).clamp_(0, 255))
 
 

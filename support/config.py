@@ -39,7 +39,7 @@ DATASETS = {  # an own dataset (any other name): taken as it is
 MINI = dict(  # the same protocol on one CPU core in minutes
     model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=100,
     n_strong=1)
-MINI_SMALL = dict(iters=1500, batch_size=32, eval_every=75)   # of digits and synthetic
+MINI_SMALL = dict(iters=1200, batch_size=32, eval_every=60)   # of digits and synthetic
 SMALL = ("digits", "synthetic")
 TEN_CLASSES = (*SMALL, "cifar10")                # rivals have constants of their own for CIFAR-10
 # An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4

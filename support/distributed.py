@@ -4,12 +4,11 @@
 
 --batch_size stays global. Batches and views are functions of (seed, step), so every rank can draw
 the global batch and keep its slice. What has to travel are means: of gradients, of the constants of
-the omega step, of the numbers in the log. The slices have equal size, so the mean of their means is
-the mean over the batch, and N ranks compute what one computes, up to rounding and except for
-BatchNorm on a CPU, which normalises each local batch by itself (SyncBatchNorm needs CUDA).
+the omega step, of BatchNorm's statistics, of the numbers in the log. The slices have equal size, so
+the mean of their means is the mean over the batch, and N ranks compute what one computes, up to
+rounding.
 
-With one rank every function here returns what it was given. The CUDA path (nccl, SyncBatchNorm)
-is untested: no GPU was at hand.
+With one rank every function here returns what it was given. nccl is untested: no GPU was at hand.
 """
 import os
 import sys
@@ -18,11 +17,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from support import UserError, explain, lacks_memory
+from support import UserError, explain, lacks_memory, main_line
 
 TIMEOUT = timedelta(seconds=60)      # a rank that is silent for longer is taken for dead
-host_group = None                    # all ranks over gloo, for work that does not involve a GPU
+host_group = None                    # all ranks over gloo, with time for downloads and files
 
 
 class PeerError(UserError):
@@ -57,9 +57,15 @@ def variable(name, low, high=2**20, default=None):
 def local_device(kind):
     """The GPU of this rank."""
     _, size = environment()
-    several = kind == "cuda" and size > 1
-    return torch.device(kind, variable("LOCAL_RANK", 0, torch.cuda.device_count() - 1)
-                        if several else None)
+    if kind != "cuda" or size == 1:
+        return torch.device(kind)
+    local, gpus = variable("LOCAL_RANK", 0), torch.cuda.device_count()
+    here = max(local + 1, variable("LOCAL_WORLD_SIZE", 1, default=1))
+    if here > gpus:                           # on all ranks: none shall wait for one without a GPU
+        raise UserError(f"{here} processes were started on this machine, but it has {gpus} GPUs, "
+                        f"and each needs one of its own; start torchrun with --nproc_per_node "
+                        f"{gpus}, or use --device cpu")
+    return torch.device(kind, local)
 
 
 # By the process group, not by the environment: that of a program which has not joined one, such as
@@ -81,7 +87,8 @@ def start(device):
         if number:
             sys.stdout = open(os.devnull, "w")               # only rank 0 prints
         with peer_errors(number, ranks):
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                                    timeout=TIMEOUT)
             global host_group
             host_group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
     return rank(), size()
@@ -118,13 +125,13 @@ def peer_errors(number=None, ranks=None):
     """
     try:
         yield
-    except RuntimeError as error:                            # gloo has no class of its own for it
+    except RuntimeError as error:                            # gloo's; nccl's are derived from it
         if lacks_memory(error):
             raise
         raise PeerError(
             f"rank {number or rank()} of {ranks or size()}: another process of this run is dead or "
-            f"was silent for {TIMEOUT.seconds} s ({str(error).splitlines()[0][:120]}); what was "
-            f"saved before is intact, start all of them again with --resume") from error
+            f"was silent for {TIMEOUT.seconds} s ({main_line(error)}); what was saved before is "
+            f"intact, start all of them again with --resume") from error
 
 
 def local_slice(batch, rank, size):
@@ -143,6 +150,30 @@ def all_gather(x):
     return whole
 
 
+class SumOverRanks(torch.autograd.Function):
+    """A tensor -> its sum over ranks, with derivatives of any order.
+
+    The losses of all ranks depend on the tensor of each. Its gradient on a rank is that of the sum
+    of these losses, again a sum over ranks; sync_gradients makes it that of their mean.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone(memory_format=torch.contiguous_format)
+        with peer_errors():
+            dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOverRanks.apply(gradient)
+
+
+def stack_over_ranks(x):
+    """x (n, m) of all ranks, in order: (size, n, m). Gradients pass, unlike in all_gather."""
+    return SumOverRanks.apply(F.pad(x[None], (0, 0, 0, 0, rank(), size() - rank() - 1)))
+
+
 def mean_over_ranks(tensors):
     """The means of the tensors, in one message."""
     if size() == 1:
@@ -155,15 +186,12 @@ def mean_over_ranks(tensors):
 
 
 def sync_gradients(*modules):
-    """Average the gradients over ranks, in place and in one message, and BatchNorm's running
-    statistics with them."""
+    """Average the gradients over ranks, in place and in one message."""
     if size() == 1:
         return
-    tensors = [p.grad for m in modules for p in m.parameters() if p.grad is not None]
-    tensors += [b for m in modules if m.training for b in m.buffers() if b.is_floating_point()]
+    gradients = [p.grad for m in modules for p in m.parameters() if p.grad is not None]
     with torch.no_grad():
-        for tensor, mean in zip(tensors, mean_over_ranks(tensors), strict=True):
-            tensor.copy_(mean)
+        torch._foreach_copy_(gradients, mean_over_ranks(gradients))
 
 
 def broadcast_from_rank0(function):
@@ -218,6 +246,5 @@ def any_rank(*conditions):
         return conditions
     flags = torch.tensor([float(c) for c in conditions])
     with peer_errors():                                      # over gloo: nothing waits for a GPU
-        dist.all_reduce(flags, dist.ReduceOp.MAX,
-                        host_group if dist.get_backend() == "nccl" else None)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
     return tuple(flags.bool().tolist())

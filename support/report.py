@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+import torch
+
 from support import UserError, checkpoint
 from support.config import FREE
 
@@ -39,20 +41,35 @@ def check_combination(parser, args):
     return asked
 
 
+def device_flag(p):
+    p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
+                   help="where the networks predict (default: auto, a GPU if there is one)")
+
+
+def pick_device(name):
+    """The torch.device that --device asks for; not a rank's, though the environment may be one's."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(name, True):
+        raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")
+    found = [kind for kind in available if available[kind]]
+    return torch.device((found or ["cpu"])[0] if name == "auto" else name)
+
+
 # ---------------------------------------------------------------------------------------------
 # seeds of one setting
 
 
-def load_all(folders, load_run):
+def load_all(folders, load_run, device="auto"):
     """The runs of these folders, each once; says on stderr how far those are that have not ended.
 
     load_run: evaluate.load_run
     """
+    device = pick_device(device)
     places = [Path(folder).resolve() for folder in folders]
     for i, place in enumerate(places):
         if place in places[:i]:
             raise UserError(f"{folders[i]} is named twice; name every run once")
-    runs = [load_run(folder) for folder in folders]
+    runs = [load_run(folder, device) for folder in folders]
     for run in runs:
         if not is_finished(run):
             print(f"{run.folder}: not finished, {progress(run)}", file=sys.stderr)

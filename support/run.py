@@ -62,6 +62,18 @@ class Run:
         self.progress = Progress(self.start, self.cfg.iters, seconds)
         return self.start
 
+    def backward(self, loss, *modules):
+        """Put the gradients of the loss, averaged over ranks, into p.grad of every parameter.
+
+        Those of the step before are replaced. loss.backward() would add to them, and dispatch one
+        more operation for each parameter.
+        """
+        params = [p for module in modules for p in module.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, params, allow_unused=True)
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g
+        self.sync_gradients(*modules)
+
     def sync_gradients(self, *modules):
         """Average the gradients of the local batches over ranks."""
         if self.size > 1:

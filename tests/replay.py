@@ -1,6 +1,7 @@
 """The training loops by hand, for the tests of the scripts."""
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from conftest import TINY
 
 import data
 import models
-from attractor import BiasAttractor
+from attractor import BiasAttractor, BiasVector
 from bilevel import reference_gradient, remember
 from support import augment, config
 
@@ -29,7 +30,13 @@ class Replay:
                         "balanced": data.BalancedStream(labeled, self.dataset.labels, 6, 0)}
         self.normalise = augment.Normalise(self.dataset.mean, self.dataset.std)
         torch.manual_seed(0)
-        self.model, self.attractor = models.build("wrn-10-1", 10, 0.02), BiasAttractor(10)
+        self.model = models.build("wrn-10-1", 10, 0.02)
+        vector = self.cfg.attractor == "vector"
+        self.attractor = BiasVector(10) if vector else BiasAttractor(10)
+        if self.cfg.attractor_start == "prior":
+            logs = np.log(np.bincount(self.dataset.labels[labeled]))
+            (self.attractor if vector else self.attractor.out).bias.data += torch.from_numpy(
+                logs - logs.mean())
         self.ema = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.joint = self.cfg.method in ("attractor", "single_level")
         self.optimizer = torch.optim.Adam(self.model.parameters(), self.cfg.lr)

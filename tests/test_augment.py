@@ -3,12 +3,21 @@ support/augment.py against independent references: PIL for every RandAugment ope
 flip written out in NumPy for the crop, torchvision for the normalisation. Equality is exact where
 the values are integers. More image sizes and larger samples: pytest -m slow tests/test_augment.py
 """
+import inspect
+import sys
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from conftest import TINY, train
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from torchvision.transforms.functional import normalize
 
+import train_fixmatch
+import train_mixmatch
+from baselines import train as baselines
+from scripts import figures, full_unroll
 from support import augment
 
 slow = pytest.mark.slow
@@ -141,11 +150,12 @@ def test_layers_equal_pil_one_after_the_other(m):
         np.testing.assert_array_equal(ours[i], want)
 
 
-def test_strong_is_randaugment_then_crop_flip_then_cutout():
+@pytest.mark.parametrize("no_flip", [False, True])
+def test_strong_is_randaugment_then_crop_flip_then_cutout(no_flip):
     x, keep = batch(32), np.random.default_rng(3)
-    got = augment.strong(x, np.random.default_rng(3), IDENTITY, n=2, m=9)
+    got = augment.strong(x, np.random.default_rng(3), IDENTITY, n=2, m=9, no_flip=no_flip)
     y = augment.randaugment(x, *augment.draw_randaugment(x.shape, keep, 2, 9, (0, 1)))
-    y = augment.weak(y, keep, IDENTITY)
+    y = augment.weak(y, keep, IDENTITY, no_flip=no_flip)
     cut = (got == 0).all(1, keepdim=True).expand_as(got)
     assert torch.equal(got[~cut], y[~cut])                 # nothing but the square differs
     assert (y[cut] != 0).any()
@@ -244,6 +254,26 @@ def test_weak_is_a_crop_of_the_padded_image_maybe_mirrored(h, w, pad):
         assert np.abs(between).max() < 4.5 / np.sqrt(80)   # a draw per image, not per batch
 
 
+def test_without_flips_the_crops_and_all_later_draws_are_the_same():
+    """Of a few hundred views none is mirrored. The generator moves on as it does with flips, so
+    Cutout takes the same squares."""
+    x, black = batch(100), augment.Normalise((-1, -1, -1), (1, 1, 1), "cpu")    # 0: cut, else >= 1
+    views = [all_crops(a, 4) for a in x.numpy()]
+    mirrored = 0
+    for seed in range(4):
+        draws = [np.random.default_rng(seed) for _ in range(2)]
+        seen = [[views[i][a.tobytes()] for i, a in enumerate(augment.weak(
+                    x, rng, IDENTITY, no_flip=no_flip).round().byte().contiguous().numpy())]
+                for rng, no_flip in zip(draws, (False, True), strict=True)]
+        mirrored += sum(flip for _, _, flip in seen[0])
+        assert seen[1] == [(top, left, 0) for top, left, _ in seen[0]]
+        assert draws[0].random() == draws[1].random()
+        squares = [augment.strong(x, np.random.default_rng(seed), black, no_flip=no_flip) == 0
+                   for no_flip in (False, True)]
+        assert torch.equal(*squares) and squares[0].any()
+    assert 150 < mirrored < 250
+
+
 def test_normalise_equals_torchvision():
     x = batch(5, 20, 28)
     want = normalize(x.float() / 255, MEAN, STD)
@@ -286,7 +316,8 @@ def test_cutout_is_one_square_with_uniform_centre(h, w, N):
 
 VIEWS = {"weak": augment.weak, "strong": augment.strong,
          "random level": lambda *a, **k: augment.strong(*a, m="random", **k),
-         "one layer": lambda *a, **k: augment.strong(*a, n=1, m=10, **k)}
+         "one layer": lambda *a, **k: augment.strong(*a, n=1, m=10, **k),
+         "not mirrored": partial(augment.strong, no_flip=True)}
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
@@ -348,3 +379,53 @@ def test_a_single_image():
     for seed in range(40):                                 # all families but one are empty
         y = augment.strong(batch(1), np.random.default_rng(seed), NORMALISE, n=1)
         assert y.shape == (1, 3, 32, 32) and torch.isfinite(y).all()
+
+
+# -----------------------------------------------------------------------------------------------
+# --no_flip reaches every view
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The no_flip of every call of weak and strong so far, whoever has imported them."""
+    seen = []
+    for function in (augment.weak, augment.strong):
+        def spy(*args, function=function, **kwargs):
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            seen.append(bound.arguments["no_flip"])
+            return function(*args, **kwargs)
+        for module in list(sys.modules.values()):
+            if getattr(module, function.__name__, None) is function:
+                monkeypatch.setattr(module, function.__name__, spy)
+    return seen
+
+
+@pytest.mark.parametrize("main,flags,calls", [
+    (train_fixmatch.main, "", 5), pytest.param(train_mixmatch.main, "", 4, marks=slow),
+    pytest.param(full_unroll.main, "", 5, marks=slow),
+    pytest.param(baselines.main, "--base supervised --method vanilla", 1, marks=slow),
+    pytest.param(baselines.main, "--base pseudolabel", 2, marks=slow),
+    pytest.param(baselines.main, "", 4, marks=slow),         # strong calls weak, of its own module
+    (baselines.main, "--base mixmatch --method abc", 5),
+    pytest.param(baselines.main, "--method darp --darp_warm 0 --darp_estimate --n1 20 --m1 20 "
+                 "--gamma_l 2", 14, marks=slow)])
+def test_no_flip_reaches_every_view(tmp_path, asked, main, flags, calls):
+    for no_flip in ("", " --no_flip"):
+        asked.clear()
+        train(tmp_path / no_flip.strip(), f"--iters 1 {flags}{no_flip}", main)
+        assert len(asked) >= calls and set(asked) == {bool(no_flip)}
+
+
+@slow
+def test_no_flip_reaches_the_figure_of_views(tmp_path, asked):
+    train(tmp_path / "run", "--iters 1 --no_flip")
+    asked.clear()
+    assert figures.main([str(tmp_path / "run"), "--only", "views", "--out", str(tmp_path)]) == 0
+    assert len(asked) == 5 and all(asked)
+
+
+def test_digits_are_never_mirrored(tmp_path, asked):
+    """Without the flag: the last --dataset of a command line counts."""
+    argv = [*TINY.split(), *"--dataset digits --iters 1 --out".split(), str(tmp_path)]
+    train_fixmatch.main(argv)
+    assert len(asked) == 5 and all(asked)

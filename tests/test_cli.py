@@ -2,6 +2,7 @@
 Wrong input has a file of its own, test_wrong_input.py."""
 import ast
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -258,3 +259,34 @@ def test_readme_names_no_flag_that_does_not_exist():
     known = {value for value in strings if re.fullmatch("--[a-z][a-z_0-9]*", value)}
     known |= {f"--no-{name[2:]}" for name in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_0-9]*", text)) <= known
+
+
+# ---------------------------------------------------------------------------------------------
+# how OpenMP's threads wait
+
+WATCH_TORCH = """
+import os, runpy, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"))
+            sys.exit()
+
+sys.meta_path.insert(0, Watch())
+sys.path.insert(0, "")
+runpy.run_module(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", [
+    "train_fixmatch", "train_mixmatch", "evaluate", "baselines.train", "scripts.bench",
+    "scripts.reproduce", "scripts.figures", "scripts.full_unroll"])
+@pytest.mark.parametrize("own", [None, "active"])
+def test_the_waiting_policy_is_set_before_torch_is_imported(module, own):
+    """OpenMP reads it only then. A setting of the user's own is left alone."""
+    env = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", WATCH_TORCH, module], cwd=ROOT, text=True,
+                          capture_output=True, timeout=60,
+                          env=env | ({"OMP_WAIT_POLICY": own} if own else {}))
+    assert done.stdout.split() == [own or "passive"], done.stderr

@@ -8,16 +8,19 @@ import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, checkpoint, own_npz, same, synthetic, wait_for
+import torch.distributed as dist
+from conftest import ROOT, checkpoint, exit_of, own_npz, same, synthetic, wait_for
 from worker import run, run_all
 
 import data
+import models
 import train_fixmatch
-from support import config
+from support import config, distributed
 from support.checkpoint import write
 
 TINY = "--dataset synthetic --image_size 8 --batch_size 8 --threads 1 --device cpu".split()
@@ -53,15 +56,18 @@ def job(script, flags, out, **more):
 # N ranks = one rank
 
 EXACT = {
-    "l2ac": ("f", "--tau 0.2 --n_strong 2"),
+    "l2ac": ("f", "--tau 0.2 --n_strong 2"), "none": ("f", "--tau 0.2 --method none"),
     "official": ("f", "--tau 0.2 --n_strong 1 --recipe official --omega_every 2"),
-    "joint": ("f", "--method attractor"), "single": ("f", "--method single_level"),
+    "joint": ("f", "--tau 0.2 --method attractor"),
+    "single": ("f", "--tau 0.2 --method single_level"),
     "unroll": ("u", "--tau 0.2"), "mixmatch": ("m", ""),
     "ldam": ("b", "--base supervised --method ldam"),
     "crt": ("b", "--base supervised --method crt --iters 10 --crt_iters 10"),
-    "pseudolabel": ("b", "--base pseudolabel --tau 0.2"), "fixmatch": ("b", "--tau 0.2"),
+    "pseudolabel": ("b", "--base pseudolabel --tau 0.2"),
+    "la_all": ("b", "--tau 0.2 --method la_all"),
     "mixmatch_none": ("b", "--base mixmatch"), "abc": ("b", "--base mixmatch --method abc"),
-    "daso": ("b", "--tau 0.2 --method daso --daso_start 0.2"), "sar": ("b", "--method sar"),
+    "daso": ("b", "--tau 0.2 --method daso --daso_start 0.2"),
+    "sar": ("b", "--tau 0.2 --method sar"),
     "darp": ("b", "--tau 0.2 --method darp --darp_warm 0.2 --darp_period 2"),
     "crest": ("b", "--tau 0.2 --method crest+ --crest_anyway --crest_generations 2"),
 }
@@ -100,10 +106,10 @@ def assert_equal_runs(one, two):
                               "method"}:
         a, b = (torch.cat([t.double().flatten() for t in tensors(s[part])] or [torch.zeros(0)])
                 for s in (one, two))
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     for a, b in zip(one["history"], two["history"], strict=True):
         for key in a.keys() - {"it_per_s"}:
-            assert a[key] == pytest.approx(b[key], rel=1e-6, abs=1e-6, nan_ok=True), key
+            assert a[key] == pytest.approx(b[key], rel=1e-9, abs=1e-9, nan_ok=True), key
     if "attractor" in one:
         assert one["attractor"]["out.bias"].abs().min() > 0          # omega moved: it starts at 0
 
@@ -111,26 +117,29 @@ def assert_equal_runs(one, two):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_two_ranks_equal_one(one_rank, two_ranks, name):
-    """20 steps without BatchNorm, in float64."""
+    """20 steps in float64, with BatchNorm."""
     assert_equal_runs(one_rank(name), two_ranks / name)
 
 
-def run_as_rank(rank, port, jobs, errors):
+def run_as_rank(rank, port, function, errors):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                    "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with open(f"{errors}.{rank}", "w") as sys.stderr:
-        config.exit_cleanly(lambda: run_all(jobs[rank]))
+        config.exit_cleanly(lambda: function(rank))
 
 
 def fork_two(jobs, errors):
-    """Two ranks without torchrun: forks of this process, which has imported everything.
+    """Two ranks that run the jobs, a list for each. errors: their stderr, by rank"""
+    return fork_ranks(lambda rank: run_all(jobs[rank]), errors)
 
-    jobs: of each rank; errors: their stderr, by rank
-    """
+
+def fork_ranks(function, errors):
+    """function(rank) on two ranks without torchrun: forks of this process, which has imported
+    everything."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_as_rank, args=(rank, port, jobs, errors))
+    ranks = [context.Process(target=run_as_rank, args=(rank, port, function, errors))
              for rank in range(2)]
     for process in ranks:
         process.start()
@@ -159,6 +168,68 @@ def tensors(x):
     if isinstance(x, dict):
         x = list(x.values())
     return [t for y in x for t in tensors(y)] if isinstance(x, (list, tuple)) else []
+
+
+# ---------------------------------------------------------------------------------------------
+# BatchNorm
+
+
+class NormProblem:
+    """A BatchNorm with weights of its own, a batch whose halves differ, and a loss."""
+
+    def __init__(self, norm):
+        g = torch.Generator().manual_seed(0)
+        self.norm = norm.double()
+        with torch.no_grad():
+            for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+                tensor.uniform_(0.5, 2, generator=g)
+        self.tensors = torch.randn(3, 8, 5, 3, 2, generator=g, dtype=torch.float64)
+        self.tensors[0, 4:] = 3 * self.tensors[0, 4:] + 1
+
+    def results(self, rank=0, size=1):
+        """{name: tensor} with the rows of this rank, and of what is a sum over ranks: the losses
+        are sums over rows, so those of the ranks add up to that of the batch."""
+        x, target, direction = (distributed.local_slice(t, rank, size).contiguous(
+            memory_format=torch.channels_last) for t in self.tensors)
+        variables = [x.requires_grad_(), self.norm.weight, self.norm.bias]
+        with models.frozen_bn_stats(self.norm):
+            frozen = self.norm(x)
+        out = self.norm(x)
+        first = torch.autograd.grad(((out - target) ** 4).sum(), variables, create_graph=True)
+        second = torch.autograd.grad((first[0] * direction).sum(), variables)
+        self.norm(x + 1)
+        statistics = {"mean": self.norm.running_mean, "var": self.norm.running_var}
+        rows = {"frozen": frozen, "out": out, "first": first[0], "second": second[0],
+                "eval": self.norm.eval()(x)}
+        sums = {"first, weight": first[1], "first, bias": first[2], "second, weight": second[1]}
+        return [{key: value.detach() for key, value in part.items()}
+                for part in (rows, sums, statistics)]
+
+
+def test_batchnorm_of_two_ranks_is_that_of_the_whole_batch(tmp_path):
+    """Output, derivatives, running statistics; and no more messages than one a pass, each way."""
+    def work(rank):
+        distributed.start(torch.device("cpu"))
+        problem, sizes, all_reduce = NormProblem(models.Norm(5, 0.3)), [], dist.all_reduce
+        problem.norm.shared = True
+
+        def counted(x):
+            sizes.append(x.numel())
+            all_reduce(x)
+        with mock.patch.object(dist, "all_reduce", counted):
+            torch.save((*problem.results(rank, 2), sizes), tmp_path / f"{rank}.pt")
+
+    whole = NormProblem(torch.nn.BatchNorm2d(5, momentum=0.3)).results()
+    assert ends(fork_ranks(work, tmp_path / "err"), tmp_path / "err") == ([0, 0], ["", ""])
+    (*a, sizes), (*b, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    joined = ({key: torch.cat([a[0][key], b[0][key]]) for key in a[0]},
+              {key: a[1][key] + b[1][key] for key in a[1]}, a[2])
+    for ours, theirs in zip(joined, whole, strict=True):
+        for key in theirs:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-10, atol=1e-10, msg=key)
+    assert same(a[2], b[2])
+    # frozen, the pass, its derivative, the derivatives of both, the last pass: mean and variance
+    assert sizes == [2 * 2 * 5] * 6
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,6 +289,16 @@ def test_ten_and_resume_and_ten_equals_twenty(plain_runs, script):
     assert len(whole["averages"]["sums"]) == 2
 
 
+@pytest.mark.slow
+def test_two_ranks_and_then_one_equal_one(one_rank, tmp_path):
+    """A checkpoint moves between numbers of ranks, BatchNorm's statistics with it."""
+    part, = exact_jobs(tmp_path, ["l2ac"])
+    ranks = fork_two([[part | {"stop": 9}]] * 2, tmp_path / "err")
+    assert ends(ranks, tmp_path / "err") == ([0, 0], ["", ""])
+    run(part | {"argv": [*part["argv"], "--resume"]})
+    assert_equal_runs(one_rank("l2ac"), tmp_path / "l2ac")
+
+
 # ---------------------------------------------------------------------------------------------
 # one rank in trouble
 
@@ -256,6 +337,56 @@ def test_errors_that_all_ranks_meet_are_reported_once(tmp_path, flags, word):
     codes, errors = ends(fork_two(jobs, tmp_path / "err"), tmp_path / "err")
     assert codes == [2, 2] and errors[0].count("\n") == 1 and word in errors[0]
     assert errors[1] == ""
+
+
+@pytest.mark.parametrize("gpus,local,here", [(2, 1, 4), (2, 3, 4), (1, 1, None), (1, 0, 2)])
+def test_more_ranks_than_gpus(tmp_path, monkeypatch, capsys, gpus, local, here):
+    """One sentence on every rank of the machine, also on those that would get a GPU."""
+    several_gpus(monkeypatch, gpus, local, here)
+    argv = [*TINY, "--device", "cuda", "--out", str(tmp_path / "run")]
+    code, err = exit_of(train_fixmatch.main, argv, capsys)
+    assert code == 2 and err.count("\n") == 1 and f"--nproc_per_node {gpus}" in err
+    assert f"{here or local + 1} processes" in err and not (tmp_path / "run").exists()
+
+
+def test_every_rank_has_its_gpu(monkeypatch):
+    several_gpus(monkeypatch, 4, 3, 4)
+    assert distributed.local_device("cuda") == torch.device("cuda", 3)
+    assert distributed.local_device("cpu") == torch.device("cpu")
+
+
+def several_gpus(monkeypatch, gpus, local, here):
+    """A machine with GPUs, and the environment that torchrun gives to local rank `local`."""
+    names = {"WORLD_SIZE": 8, "RANK": local, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here,
+             "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    for name, value in names.items():
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.parametrize("good,reason,words", [
+    (0, "Connection closed by node1<4155>", "is dead"), (1, "Call to recv failed", "is dead"),
+    (2, "NCCL communicator was aborted on rank 0.", "is lost"),
+    (1, "Cuda failure 2 'out of memory'", "--batch_size")])
+def test_errors_of_nccl(monkeypatch, capsys, good, reason, words):
+    """In a collective, in its derivative, or later, where the host waits for the GPU."""
+    message = ("NCCL error in: NCCLUtils.hpp:219, unhandled system error, NCCL version 2.27.5\n"
+               "ncclSystemError: a call of the system or of a library failed.\nLast error:\n")
+    calls = iter(range(3))
+
+    def all_reduce(x):
+        if next(calls) == good:
+            raise dist.DistBackendError(message + reason)
+
+    def main(argv):
+        distributed.SumOverRanks.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        raise dist.DistBackendError(message + reason)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    code, err = exit_of(main, [], capsys)
+    assert code == 2 and err.count("\n") == 1 and words in err
+    assert words == "--batch_size" or (reason in err and "--resume" in err)
 
 
 def test_the_environment_of_a_rank_does_not_keep_other_programs_from_writing(tmp_path,

@@ -176,10 +176,24 @@ def test_what_the_attractor_adds(groups, folder):
     assert np.asarray(shown[10]) == pytest.approx(counts - counts.mean())
     for k, line in enumerate(over_time.lines[:10]):
         assert line.get_ydata() == pytest.approx(log[f"bias_{k}"], rel=1e-4, abs=1e-6)
-        assert line.get_ydata()[-1] == pytest.approx(by_hand[k, k], abs=1e-5)
+        assert line.get_ydata()[-1] == pytest.approx(by_hand[:, k].mean(), abs=1e-5)
     assert not any(key.startswith("bias") for key in log_of(folder / "none_s0"))
     story = figures.story(groups).axes[1]
     assert heights(story.patches) == pytest.approx(np.diagonal(by_hand), abs=1e-5)
+
+
+@slow
+@pytest.mark.parametrize("flags", ["--attractor vector", "--attractor vector --eta 0",
+                                   "--attractor vector --attractor_start prior"])
+def test_a_vector_adds_the_same_to_all_classes_of_images(tmp_path, flags):
+    """Also one that is still zero everywhere."""
+    train(tmp_path / "run", f"{SETTING} --tau 0.2 {flags}")
+    argv = [str(tmp_path / "run"), "--out", str(tmp_path), "--only", "attractor", "story"]
+    assert figures.main(argv) == 0
+    omega = torch.load(tmp_path / "run/last.pt", weights_only=True)["attractor"]["bias"].numpy()
+    _, end = figures.attractor(load_groups(tmp_path / "run")).axes
+    shown = np.asarray(end.images[0].get_array())
+    assert shown[:10] == pytest.approx(np.tile(omega - omega.mean(), (10, 1)), abs=1e-6)
 
 
 @slow

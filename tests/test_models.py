@@ -9,6 +9,9 @@ import torch.nn.functional as F
 import models
 from support import UserError
 
+CFG = SimpleNamespace(seed=3, model="wrn-10-1", bn_momentum=0.25, wrn_quirk=True, ema=0.5,
+                      dtype="float32", compile=False)
+
 
 def test_wrn_28_2_has_its_published_size():
     model = models.build("wrn-28-2", 10)
@@ -148,20 +151,51 @@ def test_weights_depend_on_the_seed():
     assert torch.equal(weights(0), weights(0)) and not torch.equal(weights(0), weights(1))
 
 
-def test_sync_batchnorm_is_batchnorm():
-    """Its own synchronisation needs CUDA and is untested; here it falls back to plain BatchNorm."""
+# ---------------------------------------------------------------------------------------------
+# BatchNorm over ranks; test_distributed.py has two of them
+
+
+@pytest.fixture
+def lone_rank(monkeypatch):
+    """What Norm computes for several ranks, with a single one that sends nothing."""
+    monkeypatch.setattr(models.distributed, "stack_over_ranks", lambda x: x[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shared_statistics_are_batchnorms(lone_rank, dtype):
+    """Autocast gives bfloat16: statistics in float32, output as it came, also in memory."""
     torch.manual_seed(0)
-    plain = models.build("wrn-10-1", 3, 0.3)
-    shared = models.share_statistics(deepcopy(plain))
-    assert shared.state_dict().keys() == plain.state_dict().keys()
-    x = torch.randn(4, 3, 8, 8)
-    with models.frozen_bn_stats(shared):
-        torch.testing.assert_close(shared(x), plain(x))
-    assert all(b.eq(0).all() for b in models.running_statistics(shared)[::2])  # untouched
-    shared(x)
-    for a, b in zip(models.running_statistics(shared), models.running_statistics(plain),
-                    strict=True):
-        torch.testing.assert_close(a, b)
+    norm, plain = models.Norm(6, 0.3), torch.nn.BatchNorm2d(6, momentum=0.3)
+    norm.shared = True
+    x = torch.randn(4, 6, 5, 5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        ours, theirs = norm(x), plain(x.float()).to(dtype)
+    assert ours.dtype == dtype and ours.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(norm.running_mean, plain.running_mean)
+    torch.testing.assert_close(norm.running_var, plain.running_var)
+    torch.testing.assert_close(norm.eval()(x), plain.eval()(x.float()).to(dtype))
+
+
+def test_shared_statistics_of_a_large_mean(lone_rank):
+    """The mean of squares minus the square of the mean would lose all digits of the variance."""
+    norm, x = models.Norm(6, 1.0), torch.randn(8, 6, 5, 5, dtype=torch.float64) + 3000
+    norm.shared = True
+    norm(x.float())
+    torch.testing.assert_close(norm.running_var.double(), x.float().double().var((0, 2, 3)),
+                               rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_statistics_are_shared_where_there_are_several_ranks(monkeypatch, size):
+    """In the network and its EMA, which has a checkpoint's names whatever the number of ranks."""
+    monkeypatch.setattr(models.distributed, "size", lambda: size)
+    model, ema, _ = models.build_with_ema(CFG, 5, torch.device("cpu"))
+    for network in (model, ema.model):
+        norms = [m for m in network.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+        assert len(norms) == 5 and all(m.shared == (size > 1) for m in norms)
+        assert network.state_dict().keys() == models.build("wrn-10-1", 5,
+                                                           quirk=True).state_dict().keys()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -199,12 +233,9 @@ def test_weight_decay(decay_bn):
 
 def test_prepare():
     """The seed decides on the weights, other heads are averaged too, features are the network's."""
-    cfg = SimpleNamespace(seed=3, model="wrn-10-1", bn_momentum=0.25, wrn_quirk=True, ema=0.5,
-                          dtype="float32", compile=False)
-
     def heads(model):
         model.second = torch.nn.Linear(64, 2)
-    model, ema, features = models.build_with_ema(cfg, 5, torch.device("cpu"), heads)
+    model, ema, features = models.build_with_ema(CFG, 5, torch.device("cpu"), heads)
     torch.manual_seed(3)
     expected = models.build("wrn-10-1", 5, 0.25, quirk=True)
     heads(expected)

@@ -1,14 +1,19 @@
-"""The bookkeeping of a run: averages for the log, the guard against NaN, stop signals."""
+"""The bookkeeping of a run: averages for the log, when it is evaluated, the guard against NaN, stop
+signals."""
+import csv
 import math
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import TINY, checkpoint, same
 
-from support import UserError, distributed
-from support.run import Averages, NaNGuard, Run, StopSignal
+import data
+from support import UserError, config, distributed
+from support.run import Averages, NaNGuard, Run, StopSignal, stop_signal
 
 # ---------------------------------------------------------------------------------------------
 # averages
@@ -111,6 +116,94 @@ def test_rows_of_all_ranks_and_back(monkeypatch):
         whole = Run.join_ranks(run, *local)
         assert whole.tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13]
         assert torch.equal(Run.local_rows(run, whole, 3, 2), torch.cat(local))
+
+
+# ---------------------------------------------------------------------------------------------
+# when a run is evaluated
+
+
+def evaluations(iters, eval_every, milestones=()):
+    run = Run.__new__(Run)
+    run.cfg, run.milestones = SimpleNamespace(iters=iters, eval_every=eval_every), milestones
+    return [done for done in range(1, iters + 1) if run.is_evaluated(done)]
+
+
+@pytest.mark.parametrize("iters", [200, 201, 219, 399, 400, 1000, 1500, 1999, 2000, 2250, 69_300])
+@pytest.mark.parametrize("eval_every", [1, 7, 75, 100, 231, 500, 10**6])
+def test_the_last_20_evaluations_lie_in_the_last_tenth(iters, eval_every):
+    seen = evaluations(iters, eval_every, (iters // 3,))
+    assert all(done > 0.9 * iters for done in seen[-20:]) and seen[-1] == iters
+    epochs = {*range(eval_every, iters + 1, eval_every), iters // 3}
+    assert epochs <= set(seen) and len(set(seen) - epochs) <= 20
+    assert all(done > 0.9 * iters for done in set(seen) - epochs)
+    assert all(b - a >= iters // 200 for a, b in zip(seen, seen[1:], strict=False)
+               if not {a, b} & epochs)                       # and they are spread over that tenth
+
+
+@pytest.mark.parametrize("iters,eval_every,expected", [
+    (199, 50, [50, 100, 150, 199]), (6, 3, [3, 6]), (1, 5, [1]),
+    (250_000, 25_000, [*range(25_000, 225_001, 25_000), *range(226_250, 250_001, 1250)])])
+def test_evaluations_of_short_and_long_runs(iters, eval_every, expected):
+    assert evaluations(iters, eval_every) == expected
+
+
+def learn(out, iters, eval_every=30, stop=None, resume=False):
+    """A run whose loop is a few additions. Returns its checkpoint and log.csv without the clock."""
+    argv = [*TINY.split(), *f"--iters {iters} --eval_every {eval_every} --out {out}".split()]
+    run = Run(config.read(argv + ["--resume"] * resume, "fixmatch"))
+    dataset, index_l, index_u = data.load_split(run.cfg, run.device)
+    model = torch.nn.Linear(3, 2, bias=False)
+    torch.nn.init.ones_(model.weight)
+    start = run.open(dataset, index_l, index_u, {"model": model, "ema": model},
+                     resizable=True)
+    y_u, mask = torch.arange(6), torch.ones(6)
+    columns = ["bacc", "gm", "acc", *(f"recall_{k}" for k in range(10))]
+    for step in range(start, iters):
+        with torch.no_grad():
+            model.weight += 0.1 * (step % 7)
+        loss = model.weight.detach().mean() / 3
+        stop_signal.requested = step + 1 == stop
+        score = model.weight.mean().item() % 100
+        if run.after_step(step, partial(dict.fromkeys, columns, score), y_u, mask,
+                          (y_u + step) % 10, loss_x=loss, loss_u=2 * loss):
+            break
+    stop_signal.requested = False
+    with open(out / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        del row["it_per_s"]
+    return checkpoint(out), rows
+
+
+@pytest.mark.parametrize("first,then,stop", [
+    (250, 300, 240), (60, 90, 45), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (200, 400, None), (200, 230, None), (200, 210, None), (400, 600, 391), (150, 200, None),
+        (250, 260, 245)))])
+def test_a_run_that_is_made_longer_is_the_longer_run(tmp_path, first, then, stop):
+    """Bit for bit, finished or stopped before, be it inside its dense part."""
+    whole = learn(tmp_path / "whole", then)
+    state, _ = learn(tmp_path / "parts", first, stop=stop)
+    assert state["step"] == (stop or first)
+    again = learn(tmp_path / "parts", then, resume=True)
+    assert same(whole, again)
+    assert [int(row["iter"]) for row in again[1]] == evaluations(then, 30)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_in_its_dense_part_goes_on_as_if_it_had_not_been(tmp_path):
+    whole = learn(tmp_path / "whole", 250)
+    learn(tmp_path / "parts", 250, stop=237)
+    assert same(whole, learn(tmp_path / "parts", 250, resume=True))
+
+
+def test_means_of_a_dense_evaluation_are_since_the_epoch_began(tmp_path):
+    """Epochs of 30: the row of iteration 235 averages iterations 211 to 235, that of 240 all 30."""
+    _, rows = learn(tmp_path, 250)
+    weights = np.cumsum([0.1 * (step % 7) for step in range(250)]) + 1
+    for row in rows:
+        done = int(row["iter"])
+        mean = (weights[(done - 1) // 30 * 30:done] / 3).mean()
+        assert float(row["loss_x"]) == pytest.approx(mean, rel=1e-4), done
 
 
 # ---------------------------------------------------------------------------------------------

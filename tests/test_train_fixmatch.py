@@ -61,7 +61,9 @@ def test_an_attractor_that_adds_nothing_leaves_fixmatch(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags", [
     "--omega_order after", "--omega_order before", "--lambda_u 0.5 --omega_every 2",
     "--method attractor", "--method single_level", pytest.param("--method none", marks=slow),
-    pytest.param("--inner sgd", marks=slow), pytest.param("--pseudo_from adaptive", marks=slow)])
+    pytest.param("--inner sgd", marks=slow), pytest.param("--pseudo_from adaptive", marks=slow),
+    "--attractor vector --attractor_start prior --inner sgd",
+    pytest.param("--attractor_start prior --omega_order before", marks=slow)])
 def test_three_iterations_by_hand(tmp_path, flags):
     flags += " --iters 3 --eval_every 1 --n_strong 2 --ema 0.5 --weight_decay 5"
     losses = []
@@ -186,7 +188,9 @@ def test_the_same_command_gives_the_same_run(tmp_path):
 
 @pytest.mark.parametrize("flags", ["", pytest.param("--method none", marks=slow),
                                    pytest.param("--recipe official", marks=slow),
-                                   pytest.param("--method attractor", marks=slow)])
+                                   pytest.param("--method attractor", marks=slow),
+                                   pytest.param("--attractor vector", marks=slow),
+                                   pytest.param("--attractor_start prior", marks=slow)])
 def test_ten_and_resume_and_ten_equals_twenty(tmp_path, flags):
     whole = train(tmp_path / "whole", flags + " --iters 20 --eval_every 5")
     train(tmp_path / "parts", flags + " --iters 10 --eval_every 5")
@@ -219,3 +223,29 @@ def test_a_lost_checkpoint_costs_one_interval(tmp_path):
     whole = train(tmp_path)
     (tmp_path / "last.pt").write_bytes(b"")
     assert same(whole, train(tmp_path, "--resume"))
+
+
+@pytest.mark.slow
+def test_a_short_default_run_learns_digits(tmp_path):
+    """No data flag at all: real digits. The EMA, which is evaluated, has not come far by then."""
+    train_fixmatch.main(f"--iters 200 --threads 1 --out {tmp_path}".split())
+    with open(tmp_path / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    iters = [int(row["iter"]) for row in rows]
+    assert iters == [75, 150, *range(181, 201)]
+    first, last = ({key: float(value) for key, value in rows[i].items()} for i in (0, -1))
+    assert last["loss_x"] < 0.2 * first["loss_x"] and last["loss_bal"] < 0.5 * first["loss_bal"]
+    assert last["mask_rate"] > first["mask_rate"] and last["pseudo_acc"] > 0.9
+    kept, right = ([last[f"{name}_{k}"] for k in range(10)] for name in ("kept", "precision"))
+    assert sum(kept) == pytest.approx(last["mask_rate"], rel=1e-4)
+    share = sum(n * p for n, p in zip(kept, right, strict=True) if n) / sum(kept)
+    assert share == pytest.approx(last["pseudo_acc"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_digits_at_the_papers_scale(tmp_path):
+    train_fixmatch.main(["--scale", "paper", *"--iters 1 --threads 1 --batch_size 4 --out".split(),
+                         str(tmp_path)])
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model"], config["image_size"], config["no_flip"]) == ("wrn-28-2", 32, True)
+    assert json.loads((tmp_path / "result.json").read_text())["evaluations"] == 1

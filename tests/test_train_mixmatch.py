@@ -212,7 +212,9 @@ class MixMatchReplay(Replay):
     "--method single_level", pytest.param("--omega_order after", marks=slow),
     pytest.param("--pseudo_from adaptive --eta 0.01", marks=slow),
     pytest.param("--method none", marks=slow),
-    pytest.param("--inner sgd", marks=slow)])
+    pytest.param("--inner sgd", marks=slow),
+    pytest.param("--attractor vector --attractor_start prior --inner sgd", marks=slow),
+    pytest.param("--attractor_start prior --omega_order before", marks=slow)])
 def test_three_iterations_by_hand(tmp_path, flags):
     flags += " --iters 3 --eval_every 1 --ema 0.5 --weight_decay 5"
     losses = []
@@ -292,7 +294,9 @@ def test_the_same_slope_is_the_same_run(tmp_path):
 
 @pytest.mark.parametrize("flags", ["", pytest.param("--method none", marks=slow),
                                    pytest.param("--recipe official", marks=slow),
-                                   pytest.param("--method attractor", marks=slow)])
+                                   pytest.param("--method attractor", marks=slow),
+                                   pytest.param("--attractor vector", marks=slow),
+                                   pytest.param("--attractor_start prior", marks=slow)])
 def test_ten_and_resume_and_ten_equals_twenty(tmp_path, flags):
     flags += " --iters 20 --eval_every 4"
     whole = train(tmp_path / "whole", flags)

@@ -112,7 +112,7 @@ RUNS = {  # run folders: that of a small FixMatch run, damaged ones, one in use
                  "{here}": "last.pt", "{here}/damaged": "last.pt", "{here}/foreign": "last.pt",
                  "{here}/typed": "last.pt", "{here}/code": "last.pt", "{here}/run --jsn": "--jsn",
                  "{here}/run {here}/nothing": "nothing"},
-    "bench": {"--rounds 0": "--rounds", "--iters x": "--iters", "--model resnet": "--model",
+    "bench": {"--iters 0": "--iters", "--iters x": "--iters", "--model resnet": "--model",
               "--batch_size 1": "--batch_size", "--image_size 4": "--image_size", "more": "more"},
     "torture": {"--kills 0": "--kills", "--script evaluate": "--script", "--processes 99":
                 "--processes", "--seed -1": "--seed"},
@@ -136,7 +136,7 @@ FAST = {  # one for each way of being refused; the others are slow
     "mixmatch": ["--tau 0.9", RUN],
     "baselines": ["--base supervised --method darp", "--method crest"],
     "unroll": ["--compile"], "evaluate": ["{here}/nothing", "{here}/misfit"],
-    "bench": ["--rounds 0"], "torture": ["--kills 0"], "reproduce": ["sing"]}
+    "bench": ["--iters 0"], "torture": ["--kills 0"], "reproduce": ["sing"]}
 
 
 def cases():

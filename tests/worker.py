@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 2 tests/worker.py jobs.json
 
 A job is {"script", "argv"} and perhaps
-    exact   in float64 and without BatchNorm, where N ranks must equal one up to rounding
+    exact   in float64, where N ranks must equal one up to rounding
     stop    the last rank (and only that one) is asked to stop in this iteration
     nan     the loss of this iteration is NaN on the last rank (and only there)
     record  a file name: the images that went into the network are saved under it, by rank
@@ -18,26 +18,13 @@ from unittest import mock
 
 import torch
 from conftest import synthetic_once
-from torch import nn
 
 import data
 import models
 from attractor import build_attractor
 from baselines import Method, supervised
 from support import augment, config, distributed
-from support.run import stop_signal
-
-
-class Scale(nn.Module):
-    """In BatchNorm's place: weight and bias, but no statistics, so that rows stay apart."""
-
-    def __init__(self, channels, momentum):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, channels))
-        self.bias = nn.Parameter(torch.linspace(-0.5, 0.5, channels))
-
-    def forward(self, x):
-        return x * self.weight[:, None, None] + self.bias[:, None, None]
+from support import run as run_module
 
 
 def plain_features(model, *_):
@@ -57,6 +44,12 @@ class DoubleEMA(models.EMA):
 class DoubleNormalise(augment.Normalise):
     def __call__(self, *args):
         return super().__call__(*args).double()
+
+
+class DoubleAverages(run_module.Averages):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.sums = self.sums.double()
 
 
 def double_attractor(*args):
@@ -92,21 +85,21 @@ def broken_loss(script, step, calls_per_step=2):
 
 def run(job):
     script = importlib.import_module(job["script"])
-    stop_signal.requested = False
+    run_module.stop_signal.requested = False
     recorded.clear()
 
     def on_step(step, losses):
-        stop_signal.requested |= step == job.get("stop") and last_rank()
+        run_module.stop_signal.requested |= step == job.get("stop") and last_rank()
 
     with ExitStack() as patches:
         def patch(*what):
             patches.enter_context(mock.patch.object(*what))
         patch(data, "synthetic", synthetic_once)
         if job.get("exact"):
-            patch(models, "Norm", Scale)
             patch(models, "feature_pass", plain_features)
             patch(models, "EMA", DoubleEMA)
             patch(script, "Normalise", DoubleNormalise)
+            patch(run_module, "Averages", DoubleAverages)
             patch(Method, "to", double_method)
             patch(supervised, "weighted_cross_entropy", double_weights)
             if hasattr(script, "build_attractor"):
