@@ -1,8 +1,8 @@
-"""From finished runs to results/ and to the tables of README.md.
+"""From finished runs to results/ and to the tables of README.md and docs/.
 
 `python -m scripts.reproduce collect` copies the numbers of finished runs to results/<scale>/, one
 file per run. From there it writes results/table_<N>.csv and the Markdown between `<!-- table N -->`
-and `<!-- end -->` in the README: a clone without runs collects the same tables. Everything is read
+and `<!-- end -->` in README.md or docs/: a clone without runs collects the same tables. Everything is read
 and checked (scripts/finished.py) before the first file is written.
 """
 import csv
@@ -105,7 +105,15 @@ def ours(cell, scale, found):
         return ""
     keys = ("bacc", "gm", "acc") if cell.test else ("bacc", "gm")
     text = " / ".join(mean_text([r[key] for r in results.values()]) for key in keys)
-    return f"{text} ({len(results)})" + recipe_effect(cell, results, scale, found)
+    # imbalanced test sets are for the last checkpoint
+    early = "" if cell.test or all(map(in_last_tenth, results.values())) else " (h)"
+    return f"{text} ({len(results)}){early}" + recipe_effect(cell, results, scale, found)
+
+
+def in_last_tenth(result):
+    """Whether the evaluations that are averaged lie in the last tenth of the run. Those of earlier
+    results lie in its second half."""
+    return result.get("judged_from", 0) >= 0.9 * result["iters"]
 
 
 def cost(cell, found):
@@ -116,9 +124,9 @@ def cost(cell, found):
 
 def recipe_effect(cell, results, scale, found):
     """In the table of recipes: the difference to the paper's recipe at the same seeds."""
-    if cell.table != "recipe":
+    if not cell.table.startswith("recipe"):
         return ""
-    plain = next(c for c in tables.TABLES["recipe"] if c.column == cell.column)
+    plain = next(c for c in tables.TABLES[cell.table] if c.column == cell.column)
     base = by_seed(plain, scale, found)
     seeds = results.keys() & base.keys()
     if cell == plain or not seeds:
@@ -148,7 +156,7 @@ def markdown(number, found):
             row = part[i:i + len(columns)]
             lines.append(f"| {row[0].row} | " + " | ".join(cell_text(c, found) for c in row) + " |")
         parts.append("\n".join(lines))
-    marks = sorted({m for cell in cells for m in re.findall(r"\((\w)\)", cell.paper)})
+    marks = sorted(set(re.findall(r"\(([a-z])\)", "".join(parts))))
     return "\n\n".join(parts + [f"({mark}) {DOUBTS[mark]}" for mark in marks])
 
 
@@ -159,7 +167,7 @@ def as_csv(number, found):
     rows.writerow(["scale", "dataset", "base", "method", "row", "column", "command", "paper",
                    "seeds", "ours", *keys, *(f"{key}_std" for key in keys),
                    "last_bacc", "last_gm"])
-    for scale, cell in ((s, c) for s in SCALES for c in tables.TABLES[number] if c.runs):
+    for scale, cell in ((s, c) for s in SCALES for c in tables.TABLES[number] if c.runs_at(s)):
         results = by_seed(cell, scale, found)
         values = [[r[key] for r in results.values()] for key in keys]
         last = [[] if cell.test else [r["last"][key] for r in results.values()]
@@ -180,20 +188,29 @@ def block(number):
     return re.compile(rf"(<!-- table {number} -->\n)(.*?)(?=<!-- end -->)", re.S)
 
 
-def collect(runs, results=ROOT / "results", readme=ROOT / "README.md"):
+def collect(runs, root=ROOT):
+    results = root / "results"
     new = new_results(runs, results)
-    found, text = read_results(results, new), finished.read_text(readme)
+    found = read_results(results, new)
+    pages = {path: finished.read_text(path)
+             for path in (root / "README.md", *sorted(root.glob("docs/*.md")))}
     files = {path: checkpoint.to_json(content) for path, content in new.items()}
     for number in tables.TABLES:
         files[results / f"table_{number}.csv"] = as_csv(number, found)
-        place = block(number).search(text)
-        if not place:
-            raise UserError(f"{readme} has no place for table {number}; put the lines <!-- table "
-                            f"{number} --> and <!-- end --> there")
-        begin, end = place.span(2)
-        text = f"{text[:begin]}{markdown(number, found)}\n{text[end:]}"
-    for path, content in (files | {readme: text}).items():
+        write_table(number, markdown(number, found), pages)
+    for path, content in (files | pages).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write(path, content.encode())
     count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
-    print(f"{count} runs in {results}; the tables of {readme} are theirs")
+    print(f"{count} runs in {results}; the tables of README.md and docs/ are theirs")
+
+
+def write_table(number, table, pages):
+    """Put a table into its place. pages: {path: text}"""
+    for path, text in pages.items():
+        if place := block(number).search(text):
+            begin, end = place.span(2)
+            pages[path] = f"{text[:begin]}{table}\n{text[end:]}"
+            return
+    raise UserError(f"neither README.md nor docs/ has a place for table {number}; put the lines "
+                    f"<!-- table {number} --> and <!-- end --> there")

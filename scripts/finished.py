@@ -127,7 +127,7 @@ def does_not_fit(path, key, recorded, expected):
 
 
 def read_run(folder, command):
-    """The result.json of a run folder, with the last evaluation, after everything was checked."""
+    """The result.json of a run folder, with excerpts of log.csv, after everything was checked."""
     expected, path = configuration(command), folder / "config.json"
     recorded = read_json(path)
     for key in sorted(expected, key=by_weight):
@@ -135,15 +135,18 @@ def read_run(folder, command):
             raise does_not_fit(path, key, recorded.get(key), expected[key])
     result = read_json(folder / "result.json")
     check_result(folder / "result.json", result, expected)
-    result["last"] = last_evaluation(folder / "log.csv", result)
-    return result
+    rows = read_log(folder / "log.csv", result)
+    return result | {"last": {key: rows[-1][key] for key in ("bacc", "gm")},
+                     "judged_from": int(rows[-result["evaluations"]]["iter"]),
+                     "course": course(rows, result)}
 
 
-def last_evaluation(path, result):
-    """bACC and GM at the end of the run; the reported ones are means of the last evaluations."""
+def read_log(path, result):
+    """The rows of log.csv, as floats; they have to be those of result.json."""
     try:
-        rows = [{key: float(row[key]) for key in ("iter", "bacc", "gm")}
+        rows = [{key: float(value) for key, value in row.items()}
                 for row in csv.DictReader(read_text(path).splitlines())]
+        rows = [row | {key: row[key] for key in ("iter", "bacc", "gm")} for row in rows]
     except (ValueError, TypeError, KeyError, csv.Error) as error:
         raise UserError(f"{path} is damaged; {REDO}") from error
     if not rows or rows[-1]["iter"] != result["iters"]:
@@ -157,7 +160,21 @@ def last_evaluation(path, result):
             raise UserError(f"{path}: the mean {key} of the last {result['evaluations']} rows is "
                             f"{mean:.2f}, but result.json says {result[key]:.2f}; they are of "
                             f"different runs, run the command of the folder again")
-    return {key: rows[-1][key] for key in ("bacc", "gm")}
+    return rows
+
+
+def course(rows, result):
+    """Columns of log.csv that are by class, at the end of each tenth of the run and, last, as the
+    mean over the evaluations that are reported. {name: [11][K]}, bias_varies: [11]"""
+    ends = [next(row for row in rows if row["iter"] >= tenth * result["iters"] / 10)
+            for tenth in range(1, 11)]
+    judged = rows[-result["evaluations"]:]
+    ends.append({key: statistics.mean(row[key] for row in judged) for key in judged[0]})
+    found = {name: [[row[f"{name}_{k}"] for k in range(len(result["recall"]))] for row in ends]
+             for name in ("recall", "kept", "precision", "bias") if f"{name}_0" in rows[0]}
+    if "bias" in found:
+        found["bias_varies"] = [row["bias_varies"] for row in ends]
+    return json.loads(json.dumps(found), parse_float=lambda text: round(float(text), 4))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Job:
 def jobs(chosen, scale, seeds, runs):
     """One Job for each different command of the chosen tables, in their order."""
     found = {}
-    for cell in (c for number in chosen for c in tables.TABLES[number] if c.runs):
+    for cell in (c for number in chosen for c in tables.TABLES[number] if c.runs_at(scale)):
         for seed in seeds[:1] if cell.dataset == "bench" else seeds:
             job = Job(cell, scale, seed, runs)
             if job.command in found:

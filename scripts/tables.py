@@ -34,6 +34,8 @@ DOUBTS = {
          "at gamma_l 10 those that other papers have for gamma_l 100, gamma_u 150), so almost "
          "surely pasted; elsewhere FixMatch has 72.9 / 69.6 and 63.4 / 52.6 on STL-10, DARP "
          "77.8 / 76.5 and 69.9 / 65.4 (second-hand).",
+    "h": "Mean over the second half of the run: measured before the last 20 evaluations were put "
+         "into its last tenth, and not run again.",
     "c": "Called CReST there, CReST+ in the main table; we run CReST+.",
 }
 
@@ -54,6 +56,10 @@ class Cell:
     def runs(self):
         """Whether something is trained for it: not where there is no number to compare with."""
         return self.paper not in ("N/A", "-", SAME)
+
+    def runs_at(self, scale):
+        """Digits are a miniature by themselves."""
+        return self.runs and (scale == "mini" or self.dataset != "digits")
 
     @property
     def name(self):

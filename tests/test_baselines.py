@@ -307,12 +307,12 @@ def test_crt_second_stage_by_hand(crt):
 
 def second_stage_mean(folder, iters):
     with open(folder / "log.csv") as file:
-        rows = [r for r in csv.DictReader(file) if int(r["iter"]) > iters]
+        rows = [r for r in csv.DictReader(file) if int(r["iter"]) > iters][-20:]
     return len(rows), np.mean([float(r["bacc"]) for r in rows])
 
 
-@pytest.mark.parametrize("flags,evaluations", [(f"{SUPERVISED}crt --iters 4 --eval_every 1", 20),
-                                               (CRT, 2)])
+@pytest.mark.parametrize("flags,evaluations", [
+    (f"{SUPERVISED}crt --iters 4 --crt_iters 22 --eval_every 1", 20), (CRT, 2)])
 @pytest.mark.slow
 def test_crt_result_is_the_mean_over_the_second_stage(finished, flags, evaluations):
     result = json.loads((finished(flags) / "result.json").read_text())
@@ -325,6 +325,17 @@ def test_crt_result_is_the_mean_over_the_second_stage(finished, flags, evaluatio
 def test_crt_resumed_inside_a_stage(tmp_path, crt, after):
     stopped(tmp_path, CRT, after, main)
     assert same(crt[2], train(tmp_path, CRT + " --resume", main))
+
+
+@pytest.mark.parametrize("flags,stages", [
+    ("--dataset cifar10", (250_000, 10_000)), ("--dataset sun397", (69_300, 4620)),
+    ("--dataset cifar10 --scale mini", (2000, 1000)), ("", (1500, 750)), ("--iters 5", (5, 2)),
+    ("--iters 1", (1, 1)), ("--iters 100 --eval_every 2", (100, 40)),
+    ("--iters 9 --crt_iters 30", (9, 30))])
+def test_crt_default_length_of_the_second_stage(flags, stages):
+    """20 epochs, as in the protocol, but no more than half of the first stage."""
+    cfg, _ = configure(f"{SUPERVISED}crt {flags}".split())
+    assert (cfg.iters - cfg.crt_iters, cfg.crt_iters) == stages
 
 
 def test_crt_stage_ends_between_evaluations(tmp_path):

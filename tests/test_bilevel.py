@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import FLOAT64, central_differences, relative_difference
 
-from attractor import BiasAttractor
+from attractor import BiasAttractor, BiasVector
 from bilevel import omega_gradient, omega_step, reference_gradient, remember, update
 
 K, D, B, U, M = 4, 6, 5, 7, 8
@@ -34,7 +34,8 @@ class Problem:
         torch.manual_seed(0)
         self.kind = kind
         self.classifier = torch.nn.Linear(D, K).to(FLOAT64)
-        self.attractor = BiasAttractor(K, 4, norm).to(FLOAT64)
+        self.attractor = (BiasVector(K) if norm == "vector"
+                          else BiasAttractor(K, 4, norm)).to(FLOAT64)
         self.z, self.z_b = torch.randn(B + U, D, dtype=FLOAT64), torch.randn(M, D, dtype=FLOAT64)
         self.y, self.y_b = torch.randint(K, (B + U,)), torch.randint(K, (M,))
         mask = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=FLOAT64)
@@ -85,7 +86,7 @@ class Problem:
 
 
 CASES = [(kind, loss, norm, warm) for kind in ("adam", "sgd") for loss in ("ce", "mse")
-         for norm in ("softmax", "l2") for warm in (0, 3)]
+         for norm in ("softmax", "l2", "vector") for warm in (0, 3)]
 
 
 @pytest.mark.parametrize("kind,loss,norm,warm", CASES)
@@ -222,3 +223,36 @@ def test_proposition_3_1():
             for t, j in zip(total, jacobian, strict=True):
                 t -= alpha * problem.weight[i] * similarity[i, k] * j
     assert relative_difference(problem.first_order()[1], total) < 1e-10
+
+
+def test_omega_gradient_of_a_vector_by_hand():
+    """Three classes, one feature, SGD with alpha = 0.1; the numbers are those of methods_after.md,
+    section 5. Its entries sum to 0: a constant added to all logits changes nothing."""
+    classifier, vector = torch.nn.Linear(1, 3).to(FLOAT64), BiasVector(3).to(FLOAT64)
+    with torch.no_grad():
+        classifier.weight.copy_(torch.tensor([[0.2], [-0.1], [0]]))
+        classifier.bias.zero_()
+        vector.bias.copy_(torch.tensor([0.3, 0, -0.3]))
+    z, z_b = torch.tensor([[1.0], [-1]]).to(FLOAT64), torch.tensor([[1.0], [-1], [0.5]]).to(FLOAT64)
+    y, y_b = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
+    inner = remember(classifier.parameters(), torch.optim.Adam(classifier.parameters(), 0.1), 1,
+                     "sgd")
+    loss_bal, (gradient,) = omega_gradient(vector, lambda l_hat: (F.cross_entropy(l_hat, y),),
+                                           classifier(z), z, inner, z_b, y_b)
+
+    @torch.enable_grad()
+    def stepped():
+        copy = deepcopy(classifier)
+        F.cross_entropy(copy(z) + vector.bias.detach(), y).backward()
+        torch.optim.SGD(copy.parameters(), 0.1).step()
+        return copy
+
+    def balanced_loss():
+        return F.cross_entropy(stepped()(z_b), y_b).item()
+    assert stepped().weight.flatten().tolist() == pytest.approx([0.2437, -0.1450, 0.0013], abs=6e-5)
+    assert stepped().bias.tolist() == pytest.approx([0.0063, 0.0175, -0.0238], abs=6e-5)
+    assert loss_bal.item() == pytest.approx(0.9842, abs=6e-5)
+    assert loss_bal.item() == pytest.approx(balanced_loss(), rel=1e-12)
+    assert (1e4 * gradient).tolist() == pytest.approx([-5.5065, 10.2948, -4.7884], abs=6e-5)
+    assert relative_difference([gradient], central_differences(vector, balanced_loss)) < 1e-6
+    assert gradient.sum().abs() < 1e-15

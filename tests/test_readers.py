@@ -1,15 +1,20 @@
 """Archives in their real formats, folders of pictures of every kind, decoding ahead of use."""
+import subprocess
+import sys
 import threading
+from collections import Counter
 
 import archives
 import numpy as np
 import pytest
 import torch
 from archives import G, noise, write_folder
+from conftest import ROOT, TINY
 from PIL import Image
+from sklearn.datasets import load_digits
 
 import data
-from support import UserError, readers
+from support import UserError, config, readers
 from support.pictures import decode
 
 # ---------------------------------------------------------------------------------------------
@@ -80,6 +85,57 @@ def test_sun397(tmp_path, monkeypatch):
     (tmp_path / "SUN397/ClassName.txt").unlink()
     with pytest.raises(UserError, match="sun397"):
         data.load("sun397", tmp_path, image_size=8)
+
+
+def scikit_learns():
+    """(images (1797, 8, 8) uint8, labels) by integer arithmetic: v / 16 of 255, rounded half up."""
+    digits = load_digits()
+    return ((510 * digits.images.astype(int) + 16) // 32).astype(np.uint8), digits.target
+
+
+def test_digits_are_scikit_learns_with_a_test_set_of_40_a_class():
+    d, (x, y) = data.load("digits"), scikit_learns()
+    assert d.images.shape == (1397, 3, 8, 8) and d.test_images.shape == (400, 3, 8, 8)
+    assert np.bincount(d.test_labels).tolist() == [40] * 10
+    assert d.names == "zero one two three four five six seven eight nine".split()
+    images, labels = torch.cat([d.images, d.test_images]).numpy(), [*d.labels, *d.test_labels]
+    assert (images == images[:, :1]).all()                   # grey
+    ours = Counter((a[0].tobytes(), int(k)) for a, k in zip(images, labels, strict=True))
+    assert ours == Counter((a.tobytes(), int(k)) for a, k in zip(x, y, strict=True))
+    train, test = ({a.tobytes() for a in x.numpy()} for x in (d.images, d.test_images))
+    assert not train & test
+    again = data.load("digits", image_size=16)               # the same ones, pixels doubled
+    assert torch.equal(again.test_labels, d.test_labels)
+    assert np.array_equal(again.test_images, np.kron(d.test_images, np.ones((2, 2), np.uint8)))
+
+
+def test_colours_of_digits():
+    shades = load_digits().images / 16
+    for channel in range(3):
+        assert data.BUILT_IN["digits"][1][channel] == pytest.approx(shades.mean(), abs=5e-5)
+        assert data.BUILT_IN["digits"][2][channel] == pytest.approx(shades.std(), abs=5e-5)
+
+
+@pytest.mark.parametrize("flags,unlabeled", [
+    ("", [100] * 10), ("--pool union", [110, 108, 106, 105, 104, 104, 103, 102, 102, 102]),
+    ("--scale paper", [100] * 10), ("--seed 7", [100] * 10)])
+def test_default_split_of_digits(flags, unlabeled):
+    """Two labels in the tail. No seed reaches the test images: they are not in images."""
+    cfg = config.read(flags.split(), "fixmatch")
+    d = data.load("digits", image_size=cfg.image_size)
+    index_l, index_u = data.split(d, cfg)
+    assert d.images.shape[2] == cfg.image_size == (32 if cfg.scale == "paper" else 16)
+    assert d.count(index_l).tolist() == [10, 8, 6, 5, 4, 4, 3, 2, 2, 2]
+    assert d.count(index_u).tolist() == unlabeled
+
+
+@pytest.mark.slow
+def test_only_digits_need_scikit_learn(tmp_path):
+    """It takes a second to import."""
+    code = (f"import sys, train_fixmatch, evaluate, baselines.train\n"
+            f"train_fixmatch.main('{TINY} --iters 1 --out {tmp_path}/run'.split())\n"
+            f"assert 'sklearn' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 # ---------------------------------------------------------------------------------------------

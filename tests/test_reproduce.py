@@ -30,12 +30,16 @@ MAINS = {"train_fixmatch.py": train_fixmatch.main, "train_mixmatch.py": train_mi
 
 
 def test_collect_leaves_the_committed_tables_as_they_are(tmp_path):
-    """README.md and results/*.csv are what collect makes of results/, so no cell is out of date."""
+    """README.md, docs/ and results/*.csv are what collect makes of results/, so no cell is out of
+    date."""
     shutil.copytree(ROOT / "results", tmp_path / "results")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)
-    collect.collect(tmp_path / "no runs", tmp_path / "results", tmp_path / "README.md")
-    text = (tmp_path / "README.md").read_text()
-    assert text == (ROOT / "README.md").read_text()
+    collect.collect(tmp_path / "no runs", tmp_path)
+    pages = ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+    for page in pages:
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), page
+    text = "\n".join((tmp_path / page).read_text() for page in pages)
     for number in tables.TABLES:
         assert len(collect.block(number).findall(text)) == 1, number
     for path in (tmp_path / "results").glob("*.csv"):
@@ -44,6 +48,8 @@ def test_collect_leaves_the_committed_tables_as_they_are(tmp_path):
 
 SETTINGS = {"gamma 100": (100, 100, False), "gamma 150": (150, 150, False),
             "gamma_u 1": (100, 1, False), "gamma_u 100 reversed": (100, 100, True)}
+ON_DIGITS = {"gamma 5": (5, 5, False), "gamma 10": (10, 10, False), "gamma_u 1": (5, 1, False),
+             "gamma_u 5 reversed": (5, 5, True)}
 
 
 def setting(result):
@@ -77,13 +83,14 @@ def test_results_are_what_their_names_say():
 
 
 def test_the_miniature_tables_are_filled():
-    """All methods at one seed; L2AC, its bases and the ablation at three."""
+    """All methods of the paper at one seed; L2AC, its bases and the ablation at three."""
     found = collect.read_results(ROOT / "results")
-    for cell in (c for n in "14567" for c in tables.TABLES[n] if c.runs and c.dataset == "cifar10"):
+    for cell in (c for n in "14567" for c in tables.TABLES[n] if c.paper and c.runs
+                 and c.dataset == "cifar10"):
         three = cell.table == "5" or (cell.table in "16" and cell.base != "supervised"
                                       and cell.method in ("none", "l2ac"))
         assert set(collect.by_seed(cell, "mini", found)) >= (set(range(3)) if three else {0}), cell
-    for cell in (c for c in tables.TABLES["recipe"] if c.runs):
+    for cell in (c for c in tables.TABLES["recipe"] if c.runs_at("mini")):
         assert 0 in collect.by_seed(cell, "mini", found), cell
 
 
@@ -111,7 +118,7 @@ def configuration(command):
     return config.read(argv, script.removeprefix("train_").removesuffix(".py"))
 
 
-SIZES = {"cifar10": [5000] * 10, "cifar100": [500] * 100, "stl10": [500] * 10,
+SIZES = {"digits": [134] * 10, "cifar10": [5000] * 10, "cifar100": [500] * 100, "stl10": [500] * 10,
          "sun397": [50, 51, 120, 2311] + [200] * 393}      # training images of each class
 
 
@@ -126,10 +133,11 @@ def test_the_commands_of_a_table(scale, number):
         assert (cfg.scale, cfg.seed, cfg.resume) == (scale, 3, True)
         assert cfg.recipe == ("official" if "official" in cell.flags else "paper")
         column = cell.column.removeprefix("step, ")
-        if column in SETTINGS and cell.base != "supervised":
-            assert (cfg.gamma_l, cfg.gamma_u, cfg.reverse_u) == SETTINGS[column], command
-        elif column in SETTINGS:
-            assert cfg.gamma_l == SETTINGS[column][0], command
+        settings = ON_DIGITS if cell.dataset == "digits" else SETTINGS
+        if column in settings and cell.base != "supervised":
+            assert (cfg.gamma_l, cfg.gamma_u, cfg.reverse_u) == settings[column], command
+        elif column in settings:
+            assert cfg.gamma_l == settings[column][0], command
         labels = np.repeat(np.arange(len(sizes)), sizes)
         labels = np.append(labels, np.full(1000 * (cell.dataset == "stl10"), -1))
         names = [f"class {k}" for k in range(len(sizes))]
@@ -178,8 +186,10 @@ def test_a_command_trains(key, stand_ins, tmp_path, capsys):
 
 def test_every_cell_of_the_paper_has_a_command():
     count = {number: sum(cell.runs for cell in cells) for number, cells in tables.TABLES.items()}
-    assert count == {"1": 66, "2": 20, "3": 6, "4": 20, "5": 8, "6": 15, "7": 7, "8": 10,
-                     "recipe": 23}
+    # table 1: 66 cells of the paper, and 7 rows of ours in 4 settings
+    assert count == {"1": 66 + 28, "2": 20, "3": 6, "4": 20, "5": 8, "6": 15, "7": 7, "8": 10,
+                     "recipe": 23, "1-digits": 66 + 28, "5-digits": 8, "recipe-digits": 23,
+                     "attractor": 8 * (4 + 2)}
     for scale in ("mini", "paper"):
         for command, cell in training_commands(scale).items():
             assert f"--scale {scale}" in command and cell.name in command
@@ -202,7 +212,7 @@ def test_list_prints_one_command_per_line_with_its_hours(tmp_path, capsys):
                     "--runs", str(tmp_path)])
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(line.startswith("python ") and "  # about" in line for line in lines)
-    assert len(lines) == 2 * (66 - 2 * 4) and f"{len(lines)} runs, 0 done" in last
+    assert len(lines) == 2 * (66 + 28 - 2 * 4) and f"{len(lines)} runs, 0 done" in last
     # supervised methods have no gamma_u: three columns share their runs
     assert sum("evaluate.py" in line for line in lines) == 2 * 5          # the methods of table 6
     cell = next(c for c in tables.TABLES["1"] if (c.base, c.method) == ("mixmatch", "none"))
@@ -316,7 +326,7 @@ def test_collect_computes_means_over_seeds_and_says_not_run(monkeypatch, tmp_pat
     (tmp_path / "results").mkdir()
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- table 1 -->\n<!-- end -->\nafter\n<!-- end -->\n")
-    collect.collect(tmp_path / "runs", tmp_path / "results", readme)
+    collect.collect(tmp_path / "runs", tmp_path)
     # standard deviations: sqrt(2 * 2^2 / 1) = 2.8, sqrt(2 * 1.5^2 / 1) = 2.1
     assert readme.read_text() == """before
 <!-- table 1 -->
@@ -328,7 +338,7 @@ def test_collect_computes_means_over_seeds_and_says_not_run(monkeypatch, tmp_pat
 after
 <!-- end -->
 """
-    collect.collect(tmp_path / "runs", tmp_path / "results", readme)         # replaces the table
+    collect.collect(tmp_path / "runs", tmp_path)             # replaces the table
     assert readme.read_text().count("| a |") == 1
     rows = list(csv.DictReader(open(tmp_path / "results/table_1.csv")))
     assert (rows[0]["seeds"], rows[0]["bacc"], rows[0]["gm_std"]) == ("0 1", "42.00", "2.12")
@@ -347,7 +357,7 @@ def one_cell(monkeypatch, tmp_path):
 
 def collect_in(tmp_path):
     """The table that `collect` makes of tmp_path/runs."""
-    collect.collect(tmp_path / "runs", tmp_path / "results", tmp_path / "README.md")
+    collect.collect(tmp_path / "runs", tmp_path)
     return (tmp_path / "README.md").read_text()
 
 
@@ -489,8 +499,10 @@ def test_flags_without_effect_are_refused(argv, named, capsys, monkeypatch):
 def test_the_effect_of_a_recipe_is_that_at_the_same_seeds():
     plain, other = tables.TABLES["recipe"][0], tables.TABLES["recipe"][2]
     found = {("mini", plain.name): {0: {"bacc": 40, "gm": 30}, 1: {"bacc": 90, "gm": 90}},
-             ("mini", other.name): {0: {"bacc": 41.5, "gm": 28}}}
+             ("mini", other.name): {0: {"bacc": 41.5, "gm": 28, "iters": 50, "judged_from": 45}}}
     assert collect.ours(other, "mini", found) == "41.5 / 28.0 (1)<br>+1.5 / -2.0"
+    del found["mini", other.name][0]["judged_from"]          # a file from before it was recorded
+    assert collect.ours(other, "mini", found) == "41.5 / 28.0 (1) (h)<br>+1.5 / -2.0"
 
 
 def test_cost_is_relative_to_fixmatch_at_the_same_number_of_classes():

@@ -1,4 +1,5 @@
-"""DARP, CReST, ABC, SaR, DASO: fixtures, reductions to the base method, independent solvers."""
+"""DARP, CReST, ABC, SaR, DASO: fixtures, reductions to the base method, independent solvers. The
+whole run of these and of logit adjustment, whose fixtures are in test_logit_adjustment.py."""
 import json
 from collections import deque
 from copy import deepcopy
@@ -17,6 +18,7 @@ import models
 from baselines import Context, abc_head, crest, darp, daso, sar, supervised
 from baselines.train import configure, main
 from support.augment import Normalise, strong
+from support.run import Run
 from train_mixmatch import sharpen
 
 # CIFAR-10, gamma_l = gamma_u = 100, N_1 = 1500, M_1 = 3000
@@ -26,10 +28,16 @@ SHORT = "--iters 9 --gamma_u 100 --n1 100 --m1 100"
 BASES = {"fixmatch": "--tau 0.1 --n_strong 2", "mixmatch": ""}
 EAGER = {  # flags with which a method acts within a few iterations
     "darp": "--darp_warm 0.2 --darp_period 3 --darp_outer 2", "crest": "--crest_generations 3",
-    "crest+": "--crest_generations 3", "abc": "", "sar": "", "daso": "--daso_start 0.2"}
+    "crest+": "--crest_generations 3", "abc": "", "sar": "", "daso": "--daso_start 0.2",
+    "la": "", "la_all": "", "la_post_hoc": ""}
 OFF = {"crest": "--crest_generations 1", "sar": "--sar_start 1", "daso": "--daso_start 1",
        "darp": "--darp_warm 1"}
 BASE = [pytest.param("fixmatch"), pytest.param("mixmatch", marks=pytest.mark.slow)]
+
+
+def fast(*names):
+    """All methods, only these not marked slow."""
+    return [m if m in names else pytest.param(m, marks=pytest.mark.slow) for m in EAGER]
 
 
 def flags_of(base, method, own=""):
@@ -123,17 +131,33 @@ def test_a_method_that_is_switched_off_equals_its_base(finished, base, method):
 
 
 @pytest.mark.parametrize("base", BASE)
-@pytest.mark.parametrize("method", EAGER)
+@pytest.mark.parametrize("method", fast(*EAGER.keys() - {"la", "la_all"}))
 def test_switched_on_it_differs_and_resumes_exactly(tmp_path, finished, base, method):
     flags = flags_of(base, method, EAGER[method])
     whole, plain = checkpoint(finished(flags)), checkpoint(finished(flags_of(base, "none")))
-    assert not same({k: whole["model"][k] for k in plain["model"]}, plain["model"])
+    weights = {k: whole["model"][k] for k in plain["model"]}
+    assert same(weights, plain["model"]) == (method == "la_post_hoc")          # only its judgement
+    assert not same(whole["history"], plain["history"])
     # After 7 of 9: within an epoch, a window of DASO, a period of DARP, the last CReST generation.
     stopped(tmp_path, flags, after=7, main=main)
     assert same(whole, train(tmp_path, flags + " --resume", main))
 
 
-@pytest.mark.parametrize("method", EAGER)
+@pytest.mark.parametrize("method", fast("sar"))
+def test_evaluations_change_nothing(tmp_path, finished, monkeypatch, method):
+    """The end of an epoch is not every evaluation: those at the end of a run are denser."""
+    flags = flags_of("fixmatch", method, EAGER[method])
+    few = checkpoint(finished(flags))
+    monkeypatch.setattr(Run, "is_evaluated", lambda self, done: True)
+    many = train(tmp_path, flags, main)
+    assert [row["iter"] for row in many["history"]] == list(range(1, 10))
+    assert same([many[part] for part in ("model", "ema", "optimizer", "method")],
+                [few[part] for part in ("model", "ema", "optimizer", "method")])
+    rows = {row["iter"]: row for row in many["history"]}
+    assert same([rows[row["iter"]] for row in few["history"]], few["history"])
+
+
+@pytest.mark.parametrize("method", fast(*EAGER.keys() - {"la", "la_all"}))
 def test_evaluate_agrees_with_training(finished, method):
     folder = finished(flags_of("fixmatch", method, EAGER[method]))
     run, last = evaluate.load_run(folder), checkpoint(folder)["history"][-1]
