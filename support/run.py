@@ -65,13 +65,15 @@ class Run:
     def backward(self, loss, *modules):
         """Put the gradients of the loss, averaged over ranks, into p.grad of every parameter.
 
-        Those of the step before are replaced. loss.backward() would add to them, and dispatch one
-        more operation for each parameter.
+        Those of the step before are replaced, also where a parameter is frozen now. loss.backward()
+        would add to them, and dispatch one more operation for each parameter.
         """
-        params = [p for module in modules for p in module.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(loss, params, allow_unused=True)
-        for p, g in zip(params, gradients, strict=True):
-            p.grad = g
+        params = [p for module in modules for p in module.parameters()]
+        trained = [p for p in params if p.requires_grad]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        gradients = dict(zip(trained, gradients, strict=True))
+        for p in params:
+            p.grad = gradients.get(p)
         self.sync_gradients(*modules)
 
     def sync_gradients(self, *modules):

@@ -329,7 +329,7 @@ def test_crt_resumed_inside_a_stage(tmp_path, crt, after):
 
 @pytest.mark.parametrize("flags,stages", [
     ("--dataset cifar10", (250_000, 10_000)), ("--dataset sun397", (69_300, 4620)),
-    ("--dataset cifar10 --scale mini", (2000, 1000)), ("", (1500, 750)), ("--iters 5", (5, 2)),
+    ("--dataset cifar10 --scale mini", (2000, 1000)), ("", (1200, 600)), ("--iters 5", (5, 2)),
     ("--iters 1", (1, 1)), ("--iters 100 --eval_every 2", (100, 40)),
     ("--iters 9 --crt_iters 30", (9, 30))])
 def test_crt_default_length_of_the_second_stage(flags, stages):
