@@ -180,13 +180,21 @@ def running_statistics(model):
 
 
 def feature_pass(model, device, dtype="float32", compiled=False):
-    """model.features as a function, with autocast and torch.compile where they are asked for."""
-    network = torch.compile(model.features, dynamic=False) if compiled else model.features
+    """model.features as a function, with autocast and torch.compile where they are asked for.
+
+    Compiled on CUDA, a pass is recorded as a CUDA graph and launched as one. Not with several ranks:
+    their BatchNorm exchanges messages in between. A graph writes its result to the same memory each
+    time, hence the copy.
+    """
+    network, graphs = model.features, compiled and device.type == "cuda" and distributed.size() == 1
+    if compiled:
+        network = torch.compile(network, dynamic=False, mode="reduce-overhead" if graphs else None)
 
     def features(x):
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             z = network(x)
-        return z.float()            # (N, D) float32 from here on: classifier, losses, omega step
+        # (N, D) float32 from here on: classifier, losses, omega step
+        return z.to(torch.float32, copy=graphs)
     return features
 
 

@@ -236,7 +236,8 @@ def parser(doc, *groups):
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="bfloat16: autocast of the network passes on CUDA (default: float32)")
-    add("--compile", action="store_true", help="torch.compile the network")
+    add("--compile", action="store_true", help="torch.compile the network; on one GPU its passes "
+        "become CUDA graphs")
     add("--deterministic", action="store_true", help="on CUDA: the same numbers at every start, "
         "more slowly; on the CPU they always are")
     add("--threads", type=number(int, 0, 1024), default=0, help="of the CPU (0: torch decides)")

@@ -202,6 +202,27 @@ def test_statistics_are_shared_where_there_are_several_ranks(monkeypatch, size):
 # EMA, weight decay, prepare
 
 
+@pytest.mark.parametrize("device, ranks, mode", [
+    ("cuda", 1, "reduce-overhead"), ("cuda", 2, None), ("cpu", 1, None)])
+def test_compiled_passes(monkeypatch, device, ranks, mode):
+    """CUDA graphs on one GPU only, and what they return is not overwritten by the next pass."""
+    asked, memory = {}, torch.zeros(2, 64)
+
+    def record(network, **options):                  # a CUDA graph has one memory for its results
+        asked.update(options)
+        return lambda x: memory.copy_(network(x).detach())
+    monkeypatch.setattr(torch, "compile", record)
+    monkeypatch.setattr(models.distributed, "size", lambda: ranks)
+    model = models.build("wrn-10-1", 10)
+    features = models.feature_pass(model, torch.device(device), compiled=True)
+    assert asked == {"dynamic": False, "mode": mode}
+    first, second = torch.rand(2, 2, 3, 8, 8)
+    if mode:
+        z = features(first)
+        features(second)
+        torch.testing.assert_close(z, model.features(first))
+
+
 def test_ema_has_its_closed_form_and_covers_bn_statistics():
     model, decay = models.build("wrn-10-1", 3, 0.1), 0.9
     ema = models.EMA(model, decay)
