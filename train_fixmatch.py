@@ -1,6 +1,6 @@
 """FixMatch + L2AC, from data to a judged model.
 
-    python train_fixmatch.py                                   synthetic data, CPU, a minute or two
+    python train_fixmatch.py                                   real digits, CPU, about a minute
     python train_fixmatch.py --method none                     the same with plain FixMatch
     python train_fixmatch.py --dataset cifar10 --scale mini    real images, one CPU core, minutes
     python train_fixmatch.py --dataset cifar10 --gamma_l 100 --gamma_u 1       the paper's run

@@ -1,6 +1,6 @@
 """MixMatch + L2AC: the same sections in the same order as train_fixmatch.py; diff the two.
 
-    python train_mixmatch.py                                   synthetic data, CPU, two minutes
+    python train_mixmatch.py                                   real digits, CPU, two minutes
     python train_mixmatch.py --method none                     the same with plain MixMatch
     python train_mixmatch.py --dataset cifar10 --gamma_l 100 --gamma_u 1       the paper's run
 

@@ -5,8 +5,8 @@
 Numbers are bACC / GM in percent; in table 6 bACC / GM / accuracy, in table 8 the time of an
 iteration relative to FixMatch. "N/A" and "-" stand where the paper has no number; a letter after a
 number refers to DOUBTS. Ours are "recipe", the effect of each difference between the paper's text
-and its released code; tables on digits, with the same rows; and "attractor", the study of what the
-attractor learns (docs/attractor.md).
+and its released code; tables on digits, with the same rows; "attractor", the study of what the
+attractor learns (docs/attractor.md); and "front", some of its rows for README.md.
 """
 import re
 from dataclasses import dataclass
@@ -249,3 +249,10 @@ TABLES["recipe-digits"] = recipes("recipe-digits", "digits", {
     k: DIGITS[k] for k in ("gamma 5", "gamma_u 5 reversed")})
 TABLES["attractor"] = read_cells("attractor", "digits", DIGITS, STUDY) + read_cells(
     "attractor", "cifar10", {k: LONG[k] for k in ("gamma_u 1", "gamma_u 100 reversed")}, STUDY)
+TABLES["front"] = read_cells("front", "digits", DIGITS, """
+    supervised vanilla     Labels alone
+    fixmatch   none        FixMatch
+    fixmatch   la          w/ LA (labeled rows)
+    fixmatch   l2ac        **w/ L2AC**
+    fixmatch   l2ac        w/ L2AC, prior start (ours)
+    """)

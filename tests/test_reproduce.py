@@ -189,7 +189,7 @@ def test_every_cell_of_the_paper_has_a_command():
     # table 1: 66 cells of the paper, and 7 rows of ours in 4 settings
     assert count == {"1": 66 + 28, "2": 20, "3": 6, "4": 20, "5": 8, "6": 15, "7": 7, "8": 10,
                      "recipe": 23, "1-digits": 66 + 28, "5-digits": 8, "recipe-digits": 23,
-                     "attractor": 8 * (4 + 2)}
+                     "attractor": 8 * (4 + 2), "front": 5 * 4}
     for scale in ("mini", "paper"):
         for command, cell in training_commands(scale).items():
             assert f"--scale {scale}" in command and cell.name in command
