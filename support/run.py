@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from support import UserError, checkpoint, checks, config, distributed
+from support.health import Health
 
 PER_CLASS = ("recall_", "bias_", "kept_", "precision_")      # columns that the screen leaves out
 
@@ -58,6 +59,9 @@ class Run:
             lambda: checkpoint.find(self.cfg, self.folder, resizable))
         self.start, seconds, self.history, self.commits = checkpoint.restore(
             self.folder, found, self.parts, self.cfg, self.is_evaluated)
+        self.health = Health(self.cfg, dataset.names, dataset.count(index_l))
+        for row in self.history:
+            self.warnings(row)                       # known from before
         print_start(self.cfg, dataset, index_l, index_u, parts["model"], self.device)
         self.progress = Progress(self.start, self.cfg.iters, seconds)
         return self.start
@@ -146,7 +150,13 @@ class Run:
         self.save(done)
         checkpoint.write_log(self.folder, self.history)
         self.progress.row(self.history[-1])
+        for text in self.warnings(row):
+            self.progress.line(text)                 # of rank 0 only: the others print nowhere
         self.progress.begin()
+
+    def warnings(self, row):
+        """Bad signs in a row of the log. Those between two epochs average too few iterations."""
+        return self.health.warnings(row) if self.ends_epoch(row["iter"]) else []
 
     def save(self, done):
         """A checkpoint, but never of weights that are not finite."""

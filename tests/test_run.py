@@ -1,5 +1,5 @@
 """The bookkeeping of a run: averages for the log, when it is evaluated, the guard against NaN, stop
-signals."""
+signals, warnings."""
 import csv
 import math
 import signal
@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, checkpoint, same
+from conftest import TINY, checkpoint, same, stopped, train
 
 import data
+from baselines import Method
+from baselines import train as baselines
 from support import UserError, config, distributed
+from support.health import Health
 from support.run import Averages, NaNGuard, Run, StopSignal, stop_signal
 
 # ---------------------------------------------------------------------------------------------
@@ -275,3 +278,101 @@ def test_a_second_signal_ends_the_process_unless_torchrun_may_send_several(monke
         assert signal.getsignal(signal.SIGTERM) == (signal.SIG_DFL if ranks == 1 else stop.request)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# ---------------------------------------------------------------------------------------------
+# warnings
+
+HEALTHY = {"mask_rate": 0.5, **{f"kept_{k}": 0.05 for k in range(10)},
+           **{f"bias_{k}": 0.1 * (4.5 - k) for k in range(10)}}
+LABELS = [10, 8, 7, 6, 5, 4, 3, 3, 2, 2]                     # N_k of the digits
+PRIOR = (np.log(LABELS) - np.log(LABELS).mean()).tolist()
+
+
+def health(counts=LABELS, **flags):
+    cfg = dict(method="l2ac", base="fixmatch", iters=1000, eval_every=50, batch_size_u=32, eta=1e-4,
+               omega_every=1, attractor_start="zero", tau=0.95, lambda_u=1.0, lr=2e-3)
+    return Health(SimpleNamespace(**cfg | flags), [f"class {k}" for k in range(len(counts))],
+                  np.array(counts))
+
+
+def history(late, until=1000):
+    """Rows of a run that is healthy until half of it."""
+    return [{"iter": done} | HEALTHY | (late if done > 500 else {})
+            for done in range(50, until + 1, 50)]
+
+
+def bias(values):
+    return {f"bias_{k}": float(value) for k, value in enumerate(values)}
+
+
+def kept(k, share, rate=0.5):
+    """A share of the pseudo-labels that count, and the rest spread over the other classes."""
+    return {"mask_rate": rate} | {f"kept_{i}": rate * (share if i == k else (1 - share) / 9)
+                                  for i in range(10)}
+
+
+STILL = "attractor has hardly moved"
+NONE = "hardly any pseudo-label"
+ONE = "takes over"
+
+
+@pytest.mark.parametrize("late,flags,says", [
+    (bias([0.0] * 10), {}, STILL), (bias(np.linspace(-0.14, 0.14, 10)), {}, STILL),
+    (bias(PRIOR), {"attractor_start": "prior"}, STILL),
+    ({"mask_rate": 0.0}, {}, NONE), ({"mask_rate": 0.0009}, {"method": "none"}, NONE),
+    (kept(3, 0.95), {}, ONE), (kept(3, 0.91, 0.06), {"method": "darp"}, ONE)])
+def test_a_bad_sign_is_reported_once(late, flags, says):
+    judge, told = health(**flags), []
+    for row in history(late):
+        told += [(row["iter"], text) for text in judge.warnings(row)]
+    (done, text), = told
+    assert done == 550 and says in text and "iteration 550" in text and "\n" not in text
+
+
+@pytest.mark.parametrize("late,flags", [
+    ({}, {}), (bias(PRIOR), {}), (bias([0.0] * 10), {"attractor_start": "prior"}),
+    (bias([0.0] * 10), {"method": "single_level"}), (bias([0.0] * 10), {"counts": [5] * 10}),
+    ({"mask_rate": 0.002}, {}), ({"mask_rate": math.nan}, {"method": "vanilla"}),
+    (kept(0, 0.6), {}), (kept(0, 1.0, 0.04), {}), (kept(0, 0.99), {"counts": [90] + [1] * 9})])
+def test_healthy_rows_are_not_warned_of(late, flags):
+    judge = health(**flags)
+    assert [text for row in history(late) for text in judge.warnings(row)] == []
+
+
+def test_signs_at_the_start_of_a_run_or_of_few_images_do_not_count():
+    bad = {"iter": 250, **HEALTHY, "mask_rate": 0.0}
+    assert health().warnings(bad) == [] and len(health().warnings(bad | {"iter": 251})) == 1
+    assert health(batch_size_u=4).warnings(bad | {"iter": 900}) == []
+    assert health().warnings({"iter": 900}) == []            # a log without these columns
+
+
+REAL = "--n1 100 --iters 32 --eval_every 16 --batch_size 64"
+
+
+@pytest.mark.parametrize("flags,says", [
+    ("--eta 0 --tau 0.1", STILL), ("--method none --tau 1", NONE), ("--eta 0.05 --tau 0.1", None)])
+def test_a_real_run_warns_and_is_not_changed_by_it(tmp_path, capsys, monkeypatch, flags, says):
+    loud = train(tmp_path / "loud", f"{REAL} {flags}")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(lines) == (says is not None) and all(says in line for line in lines)
+    monkeypatch.setattr(Health, "warnings", lambda self, row: [])
+    assert same(loud, train(tmp_path / "silent", f"{REAL} {flags}"))
+
+
+def test_a_real_run_in_which_one_class_takes_over(tmp_path, capsys):
+    """The pseudo-labels of every iteration are the fourth class's, whatever the network says."""
+    class Captured(Method):
+        def refine(self, p, batch):
+            return torch.nn.functional.one_hot(torch.full_like(p[:, 0], 3).long(), p.shape[1]).to(p)
+    train(tmp_path, REAL, partial(baselines.main, own=Captured))
+    line, = [x for x in capsys.readouterr().out.splitlines() if "warning" in x]
+    assert "100% of the pseudo-labels" in line and ONE in line
+
+
+def test_a_resumed_run_does_not_repeat_its_warnings(tmp_path, capsys):
+    flags = "--n1 100 --iters 64 --eval_every 16 --batch_size 64 --method none --tau 1"
+    stopped(tmp_path, flags, after=40)
+    assert capsys.readouterr().out.count("warning") == 1
+    train(tmp_path, f"{flags} --resume")
+    assert capsys.readouterr().out.count("warning") == 0

@@ -1,0 +1,68 @@
+"""Known bad signs in the log of a run, one plain warning for each.
+
+They are looked for at the end of an epoch, in the row of log.csv that is made there anyway. The
+thresholds lie well outside of what healthy runs show: docs/engineering.md, "Is it working?", has
+the measurements.
+"""
+import math
+from collections import defaultdict
+
+START = 0.25         # share of the run after which signs count; before it everything moves
+ENOUGH = 1000        # unlabeled images in an epoch: shares of fewer say little
+STILL = 0.15         # logits by which the attractor has to move what it adds, somewhere
+FEW = 0.001          # share of the unlabeled images that have to pass tau
+SOME, MOST = 0.05, 0.9   # where so many pass, the share of one class must not be larger
+
+
+class Health:
+    def __init__(self, cfg, names, counts):
+        """names [K] of the classes; counts (K,): labeled images of each"""
+        self.cfg, self.names, self.told = cfg, names, set()
+        self.counts = [max(1, int(n)) for n in counts]
+
+    def warnings(self, row):
+        """Sentences about the signs that this row of the log is the first to show."""
+        late = row["iter"] > START * self.cfg.iters
+        if not late or self.cfg.eval_every * self.cfg.batch_size_u < ENOUGH:
+            return []
+        row = defaultdict(lambda: math.nan, row)     # a column that is not there shows no sign
+        found = {check.__name__: check(row) for check in (
+            self.attractor_is_still, self.no_label_passes, self.one_class_takes_over)}
+        new = {name: text for name, text in found.items() if text and name not in self.told}
+        self.told |= new.keys()
+        return [f"warning, iteration {row['iter']}: {text}" for text in new.values()]
+
+    def attractor_is_still(self, row):
+        if self.cfg.method != "l2ac" or max(self.counts) < 2 * min(self.counts):
+            return None                              # nothing, or no bias that it could take over
+        moved = max(abs(row[f"bias_{k}"] - start) for k, start in enumerate(self.bias_at_start()))
+        return moved < STILL and (
+            f"the attractor has hardly moved (what it adds to a logit has changed by {moved:.2f} "
+            f"at most), so this is close to --method none; raise --iters {self.cfg.iters} or --eta "
+            f"{self.cfg.eta:g}, or lower --omega_every {self.cfg.omega_every}")
+
+    def bias_at_start(self):
+        """[K]: what the attractor added to the logits before the run, nearly."""
+        log = [math.log(n) for n in self.counts]
+        centre = sum(log) / len(log)
+        return [x - centre if self.cfg.attractor_start == "prior" else 0.0 for x in log]
+
+    def no_label_passes(self, row):
+        return row["mask_rate"] < FEW and (
+            f"hardly any pseudo-label is sure enough (mask_rate {row['mask_rate']:.2g}), so the "
+            f"unlabeled images have no effect; lower --tau {self.cfg.tau:g} or raise --iters "
+            f"{self.cfg.iters}")
+
+    def one_class_takes_over(self, row):
+        """A class that has most of the labels may have most of the pseudo-labels."""
+        kept = [row[f"kept_{k}"] for k in range(len(self.names))]
+        k = kept.index(max(kept))
+        if not row["mask_rate"] > SOME or self.counts[k] > sum(self.counts) / 2:
+            return None
+        share = kept[k] / row["mask_rate"]
+        flags = [f"raise --tau {self.cfg.tau:g}"] * hasattr(self.cfg, "tau") + [
+            f"lower --lambda_u {self.cfg.lambda_u:g} or --lr {self.cfg.lr:g}"]
+        return share > MOST and (
+            f"{share:.0%} of the pseudo-labels that count are {self.names[k]}, a class with "
+            f"{self.counts[k] / sum(self.counts):.0%} of the labels: it takes over; "
+            f"{', or '.join(flags)}")
