@@ -11,7 +11,7 @@ START = 0.25         # share of the run after which signs count; before it every
 ENOUGH = 1000        # unlabeled images in an epoch: shares of fewer say little
 STILL = 0.15         # logits by which the attractor has to move what it adds, somewhere
 FEW = 0.001          # share of the unlabeled images that have to pass tau
-SOME, MOST = 0.05, 0.9   # where so many pass, the share of one class must not be larger
+SOME, MOST = 0.05, 0.95   # where so many pass, the share of one class must not be larger
 
 
 class Health:

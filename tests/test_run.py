@@ -321,7 +321,7 @@ ONE = "takes over"
     (bias([0.0] * 10), {}, STILL), (bias(np.linspace(-0.14, 0.14, 10)), {}, STILL),
     (bias(PRIOR), {"attractor_start": "prior"}, STILL),
     ({"mask_rate": 0.0}, {}, NONE), ({"mask_rate": 0.0009}, {"method": "none"}, NONE),
-    (kept(3, 0.95), {}, ONE), (kept(3, 0.91, 0.06), {"method": "darp"}, ONE)])
+    (kept(3, 0.97), {}, ONE), (kept(3, 0.96, 0.06), {"method": "darp"}, ONE)])
 def test_a_bad_sign_is_reported_once(late, flags, says):
     judge, told = health(**flags), []
     for row in history(late):
@@ -334,7 +334,7 @@ def test_a_bad_sign_is_reported_once(late, flags, says):
     ({}, {}), (bias(PRIOR), {}), (bias([0.0] * 10), {"attractor_start": "prior"}),
     (bias([0.0] * 10), {"method": "single_level"}), (bias([0.0] * 10), {"counts": [5] * 10}),
     ({"mask_rate": 0.002}, {}), ({"mask_rate": math.nan}, {"method": "vanilla"}),
-    (kept(0, 0.6), {}), (kept(0, 1.0, 0.04), {}), (kept(0, 0.99), {"counts": [90] + [1] * 9})])
+    (kept(0, 0.9), {}), (kept(0, 1.0, 0.04), {}), (kept(0, 0.99), {"counts": [90] + [1] * 9})])
 def test_healthy_rows_are_not_warned_of(late, flags):
     judge = health(**flags)
     assert [text for row in history(late) for text in judge.warnings(row)] == []
