@@ -7,7 +7,7 @@ the measurements.
 import math
 from collections import defaultdict
 
-START = 0.25         # share of the run after which signs count; before it everything moves
+START = 0.5          # share of the run after which signs count: a slow start is none
 ENOUGH = 1000        # unlabeled images in an epoch: shares of fewer say little
 STILL = 0.15         # logits by which the attractor has to move what it adds, somewhere
 FEW = 0.001          # share of the unlabeled images that have to pass tau

@@ -1,10 +1,8 @@
-"""The command lines as a user meets them: run folders, evaluate, imports, the README's commands.
+"""The command lines as a user meets them: run folders, evaluate, imports.
 Wrong input has a file of its own, test_wrong_input.py."""
 import ast
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -17,9 +15,7 @@ from conftest import ROOT, TINY, checkpoint, exit_of, files
 import data
 import evaluate
 import train_fixmatch
-from baselines import train as baselines
-from scripts import full_unroll
-from support import UserError, config, readers
+from support import UserError, readers
 
 
 def train(flags, out, capsys):
@@ -226,39 +222,6 @@ def test_no_import_cycle():
     assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
     assert cycle_in(import_graph()) is None
-
-
-# ---------------------------------------------------------------------------------------------
-# README
-
-READ = {"train_fixmatch.py": lambda argv: config.read(argv, "fixmatch"),
-        "train_mixmatch.py": lambda argv: config.read(argv, "mixmatch"),
-        "baselines.train": baselines.configure,
-        "scripts.full_unroll": full_unroll.configure}
-
-
-def readme_commands():
-    blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines()
-            if any(script in line for script in READ)]
-
-
-def test_readme_training_commands_are_accepted():
-    commands = readme_commands()
-    assert commands
-    for command in commands:
-        words = shlex.split(command.split("&&")[-1])
-        script = next(word for word in words if word in READ)
-        READ[script](words[words.index(script) + 1:])
-
-
-def test_readme_names_no_flag_that_does_not_exist():
-    text = (ROOT / "README.md").read_text()
-    strings = [node.value for tree in modules().values() for node in ast.walk(tree)
-               if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    known = {value for value in strings if re.fullmatch("--[a-z][a-z_0-9]*", value)}
-    known |= {f"--no-{name[2:]}" for name in known}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z_0-9]*", text)) <= known
 
 
 # ---------------------------------------------------------------------------------------------

@@ -341,8 +341,8 @@ def test_healthy_rows_are_not_warned_of(late, flags):
 
 
 def test_signs_at_the_start_of_a_run_or_of_few_images_do_not_count():
-    bad = {"iter": 250, **HEALTHY, "mask_rate": 0.0}
-    assert health().warnings(bad) == [] and len(health().warnings(bad | {"iter": 251})) == 1
+    bad = {"iter": 500, **HEALTHY, "mask_rate": 0.0}
+    assert health().warnings(bad) == [] and len(health().warnings(bad | {"iter": 501})) == 1
     assert health(batch_size_u=4).warnings(bad | {"iter": 900}) == []
     assert health().warnings({"iter": 900}) == []            # a log without these columns
 
@@ -372,7 +372,7 @@ def test_a_real_run_in_which_one_class_takes_over(tmp_path, capsys):
 
 def test_a_resumed_run_does_not_repeat_its_warnings(tmp_path, capsys):
     flags = "--n1 100 --iters 64 --eval_every 16 --batch_size 64 --method none --tau 1"
-    stopped(tmp_path, flags, after=40)
+    stopped(tmp_path, flags, after=56)
     assert capsys.readouterr().out.count("warning") == 1
     train(tmp_path, f"{flags} --resume")
     assert capsys.readouterr().out.count("warning") == 0
