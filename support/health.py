@@ -9,9 +9,9 @@ from collections import defaultdict
 
 START = 0.5          # share of the run after which signs count: a slow start is none
 ENOUGH = 1000        # unlabeled images in an epoch: shares of fewer say little
-STILL = 0.15         # logits by which the attractor has to move what it adds, somewhere
+STILL = 0.15         # the attractor has to add more than this to some logit; its start adds 0.1
 FEW = 0.001          # share of the unlabeled images that have to pass tau
-SOME, MOST = 0.05, 0.95   # where so many pass, the share of one class must not be larger
+SOME, MOST = 0.05, 0.95      # where so many pass, the share of one class must not be larger
 
 
 class Health:
@@ -33,19 +33,16 @@ class Health:
         return [f"warning, iteration {row['iter']}: {text}" for text in new.values()]
 
     def attractor_is_still(self, row):
-        if self.cfg.method != "l2ac" or max(self.counts) < 2 * min(self.counts):
-            return None                              # nothing, or no bias that it could take over
-        moved = max(abs(row[f"bias_{k}"] - start) for k, start in enumerate(self.bias_at_start()))
-        return moved < STILL and (
-            f"the attractor has hardly moved (what it adds to a logit has changed by {moved:.2f} "
-            f"at most), so this is close to --method none; raise --iters {self.cfg.iters} or --eta "
-            f"{self.cfg.eta:g}, or lower --omega_every {self.cfg.omega_every}")
-
-    def bias_at_start(self):
-        """[K]: what the attractor added to the logits before the run, nearly."""
-        log = [math.log(n) for n in self.counts]
-        centre = sum(log) / len(log)
-        return [x - centre if self.cfg.attractor_start == "prior" else 0.0 for x in log]
+        """Not of one that starts at the prior, which may be right there, or of equal classes."""
+        equal = max(self.counts) < 2 * min(self.counts)
+        if self.cfg.method != "l2ac" or self.cfg.attractor_start == "prior" or equal:
+            return None
+        added = max(abs(row[f"bias_{k}"]) for k in range(len(self.names)))
+        every = self.cfg.omega_every
+        return added < STILL and (
+            f"the attractor has hardly moved (it adds {added:.2f} to a logit at most), so this is "
+            f"close to --method none; raise --iters {self.cfg.iters} or --eta {self.cfg.eta:g}"
+            + f", or lower --omega_every {every}" * (every > 1))
 
     def no_label_passes(self, row):
         return row["mask_rate"] < FEW and (
@@ -60,9 +57,8 @@ class Health:
         if not row["mask_rate"] > SOME or self.counts[k] > sum(self.counts) / 2:
             return None
         share = kept[k] / row["mask_rate"]
-        flags = [f"raise --tau {self.cfg.tau:g}"] * hasattr(self.cfg, "tau") + [
-            f"lower --lambda_u {self.cfg.lambda_u:g} or --lr {self.cfg.lr:g}"]
+        sure = f"raise --tau {self.cfg.tau:g}, or " if hasattr(self.cfg, "tau") else ""
         return share > MOST and (
-            f"{share:.0%} of the pseudo-labels that count are {self.names[k]}, a class with "
-            f"{self.counts[k] / sum(self.counts):.0%} of the labels: it takes over; "
-            f"{', or '.join(flags)}")
+            f"{share:.0%} of the pseudo-labels that count are of class '{self.names[k]}', which "
+            f"has {self.counts[k] / sum(self.counts):.0%} of the labels: it takes over; "
+            f"{sure}lower --lambda_u {self.cfg.lambda_u:g} or --lr {self.cfg.lr:g}")

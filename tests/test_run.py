@@ -318,8 +318,7 @@ ONE = "takes over"
 
 
 @pytest.mark.parametrize("late,flags,says", [
-    (bias([0.0] * 10), {}, STILL), (bias(np.linspace(-0.14, 0.14, 10)), {}, STILL),
-    (bias(PRIOR), {"attractor_start": "prior"}, STILL),
+    (bias([0.0] * 10), {}, STILL), (bias(np.linspace(-0.14, 0.14, 10)), {"omega_every": 10}, STILL),
     ({"mask_rate": 0.0}, {}, NONE), ({"mask_rate": 0.0009}, {"method": "none"}, NONE),
     (kept(3, 0.97), {}, ONE), (kept(3, 0.96, 0.06), {"method": "darp"}, ONE)])
 def test_a_bad_sign_is_reported_once(late, flags, says):
@@ -331,13 +330,20 @@ def test_a_bad_sign_is_reported_once(late, flags, says):
 
 
 @pytest.mark.parametrize("late,flags", [
-    ({}, {}), (bias(PRIOR), {}), (bias([0.0] * 10), {"attractor_start": "prior"}),
+    ({}, {}), (bias(PRIOR), {}), (bias(np.zeros(10)), {"attractor_start": "prior"}),
     (bias([0.0] * 10), {"method": "single_level"}), (bias([0.0] * 10), {"counts": [5] * 10}),
     ({"mask_rate": 0.002}, {}), ({"mask_rate": math.nan}, {"method": "vanilla"}),
     (kept(0, 0.9), {}), (kept(0, 1.0, 0.04), {}), (kept(0, 0.99), {"counts": [90] + [1] * 9})])
 def test_healthy_rows_are_not_warned_of(late, flags):
     judge = health(**flags)
     assert [text for row in history(late) for text in judge.warnings(row)] == []
+
+
+def test_mixmatch_has_no_threshold_to_raise():
+    judge = health()
+    del judge.cfg.tau
+    text, = judge.warnings({"iter": 900} | HEALTHY | kept(3, 1.0, 1.0))
+    assert "--tau" not in text and "lower --lambda_u 1 or --lr 0.002" in text
 
 
 def test_signs_at_the_start_of_a_run_or_of_few_images_do_not_count():
