@@ -9,7 +9,7 @@ from collections import defaultdict
 
 START = 0.5          # share of the run after which signs count: a slow start is none
 ENOUGH = 1000        # unlabeled images in an epoch: shares of fewer say little
-STILL = 0.15         # the attractor has to add more than this to some logit; its start adds 0.1
+STILL = 0.12         # the attractor has to add more than this to some logit; its start adds 0.1
 FEW = 0.001          # share of the unlabeled images that have to pass tau
 SOME, MOST = 0.05, 0.95      # where so many pass, the share of one class must not be larger
 

@@ -234,7 +234,7 @@ def small(monkeypatch, tmp_path):
 def test_commands_of_a_page_run_one_after_the_other(page, small, capsys):
     """Training, and evaluation on those pages that evaluate runs of their own."""
     done, complete = 0, page in ("README.md", "docs/data.md")
-    for words in commands(page):
+    for words in map(list, dict.fromkeys(map(tuple, commands(page)))):
         script, argv = target(words) if words[0] == "python" else ("", [])
         if training(script):
             argv = [*argv, "--iters", "2", "--threads", "1"]

@@ -318,7 +318,7 @@ ONE = "takes over"
 
 
 @pytest.mark.parametrize("late,flags,says", [
-    (bias([0.0] * 10), {}, STILL), (bias(np.linspace(-0.14, 0.14, 10)), {"omega_every": 10}, STILL),
+    (bias([0.0] * 10), {}, STILL), (bias(np.linspace(-0.11, 0.11, 10)), {"omega_every": 10}, STILL),
     ({"mask_rate": 0.0}, {}, NONE), ({"mask_rate": 0.0009}, {"method": "none"}, NONE),
     (kept(3, 0.97), {}, ONE), (kept(3, 0.96, 0.06), {"method": "darp"}, ONE)])
 def test_a_bad_sign_is_reported_once(late, flags, says):
