@@ -164,6 +164,7 @@ class CRT(Method):
 
     def freeze(self):
         self.ctx.model.requires_grad_(False).eval()  # eval: BatchNorm's running statistics too
+        self.ctx.model.zero_grad()                   # Adam steps wherever there is a p.grad
         self.ctx.model.classifier.requires_grad_(True)
 
     def get_extra_state(self):                       # saved with the buffers
