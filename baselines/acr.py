@@ -92,7 +92,7 @@ class ACR(Method):
         return F.one_hot(p1.argmax(1), p1.shape[1]) * sure[:, None]    # its argmax, its maximum
 
     def extra_loss(self, batch):
-        logits = self.ctx.model.auxiliary(batch.z)                              # (B+SU, K)
+        logits = self.ctx.model.auxiliary(batch.z)                             # (B+SU, K)
         B, views = len(batch.y_l), self.ctx.cfg.n_strong
         loss_x = F.cross_entropy(logits[:B] + STRENGTH * self.log_pi, batch.y_l)
         rows = F.cross_entropy(logits[B:], self.y2.repeat_interleave(views), reduction="none")

@@ -4,7 +4,7 @@
     python -m baselines.train --base fixmatch --method none    = train_fixmatch.py --method none
     python -m baselines.train --base B --method M --help       the flags of B and M
 
-The loop calls the functions of `Method` (baselines/__init__.py) in the order labeled, refine,
+The loop calls the functions of `Method` (baselines/__init__.py) in the order base, labeled, refine,
 supervised_loss, unlabeled_loss, extra_loss; predict at an evaluation, after_epoch where an epoch
 ends. A method overrides those it needs. L2AC itself is in the tutorials; read those first.
 """
