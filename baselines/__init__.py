@@ -87,8 +87,12 @@ class Method(nn.Module):
 
     milestones = ()           # epochs also end after these numbers of iterations
 
+    def base(self, step):
+        """The base method of this iteration; "supervised" leaves the unlabeled images out."""
+        return self.ctx.cfg.base
+
     def schedule(self, step):
-        """(step, number of steps), for the ramp of lambda_u."""
+        """(step, number of steps) with unlabeled images, for the ramp of lambda_u."""
         return step, self.ctx.cfg.iters
 
     def labeled(self, step):

@@ -103,7 +103,7 @@ def probabilities(model, ctx, index):
 
 
 @torch.enable_grad()                             # it is called from refine, under no_grad
-def estimate_counts(ctx, epochs=10):
+def estimate_counts(ctx, iters, epochs=10):
     """M^ (K,), by a plain classifier that is trained on the labeled images that are not held out,
     for 16 % of the iterations of the run (in the reference 40,000 of 250,000). It is estimated ten
     times; the result is the mean of the usable estimates."""
@@ -115,7 +115,7 @@ def estimate_counts(ctx, epochs=10):
         model = models.build(cfg.model, ctx.dataset.num_classes, 0.1, cfg.wrn_quirk)
     model = model.to(ctx.device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
-    steps, trusted = max(epochs, round(0.16 * cfg.iters)), []
+    steps, trusted = max(epochs, round(0.16 * iters)), []
     new = np.setdiff1d(ctx.index_u, ctx.index_l)             # --pool union: the others have labels
     print(f"\nDARP: {steps:,} iterations of a classifier that estimates class counts", flush=True)
     for step in range(steps):
@@ -165,7 +165,7 @@ class DARP(Method):
         super().__init__(ctx)
         K, N = ctx.dataset.num_classes, len(ctx.index_u)
         self.rows = row_lookup(ctx.index_u, len(ctx.dataset.labels))
-        self.start = round(ctx.cfg.darp_warm * ctx.cfg.iters)
+        self.start = round(ctx.cfg.darp_warm * self.schedule(0)[1])
         self.register_buffer("Q", torch.full((N, K), 1 / K))       # latest raw predictions
         self.register_buffer("R", torch.full((N, K), 1 / K))       # latest refined ones
         self.register_buffer("t", torch.zeros(K, dtype=torch.float64))
@@ -183,7 +183,7 @@ class DARP(Method):
         if not ctx.cfg.darp_estimate:
             return due_numbers(ctx.counts, len(ctx.index_u))
         known = ctx.counts if ctx.cfg.pool == "union" else torch.zeros_like(ctx.counts)
-        estimate = estimate_counts(ctx)
+        estimate = estimate_counts(ctx, self.schedule(0)[1])
         # that of rank 0 for all: rounding on a GPU may make ranks differ
         return broadcast_from_rank0(lambda: estimate) + known
 

@@ -1,5 +1,18 @@
 """Every comparison method by base and name, for train.py and evaluate.py."""
-from baselines import Method, abc_head, crest, darp, daso, logit_adjustment, sar, supervised
+from baselines import (
+    Method,
+    abc_head,
+    acr,
+    adello,
+    cdmad,
+    crest,
+    darp,
+    darp_crt,
+    daso,
+    logit_adjustment,
+    sar,
+    supervised,
+)
 
 ADJUSTED = {"la": logit_adjustment.LA, "la_post_hoc": logit_adjustment.LAPostHoc}
 SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervised.UpperBound,
@@ -8,5 +21,7 @@ SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervise
 SEMI_SUPERVISED = {"none": Method, "darp": darp.DARP, "crest": crest.CReST,
                    "crest+": crest.CReSTPlus, "abc": abc_head.ABC, "sar": sar.SaR,
                    "daso": daso.DASO, "la_all": logit_adjustment.LAAll} | ADJUSTED
+AFTER = {"darp_crt": darp_crt.DARPThenCRT, "cdmad": cdmad.CDMAD, "flexda": adello.FlexDA,
+         "adello": adello.ADELLO, "acr": acr.ACR}            # published after or beside L2AC
 METHODS = {"supervised": SUPERVISED, "pseudolabel": {"none": Method},
-           "fixmatch": SEMI_SUPERVISED, "mixmatch": SEMI_SUPERVISED}
+           "fixmatch": SEMI_SUPERVISED | AFTER, "mixmatch": SEMI_SUPERVISED}

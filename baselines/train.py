@@ -4,7 +4,7 @@
     python -m baselines.train --base fixmatch --method none    = train_fixmatch.py --method none
     python -m baselines.train --base B --method M --help       the flags of B and M
 
-The loop calls the functions of `Method` (baselines/__init__.py) in the order labeled, refine,
+The loop calls the functions of `Method` (baselines/__init__.py) in the order base, labeled, refine,
 supervised_loss, unlabeled_loss, extra_loss; predict at an evaluation, after_epoch where an epoch
 ends. A method overrides those it needs. L2AC itself is in the tutorials; read those first.
 """
@@ -88,10 +88,12 @@ def main(argv=None, on_step=None, own=None):
     start = run.open(dataset, index_l, index_u, milestones=method.milestones, parts={
         "model": model, "ema": ema.model, "optimizer": optimizer, "method": method})
     for step in range(start, cfg.iters):
+        base = method.base(step)
+
         # 1) Batches and weak views: pure functions of (seed, step).
         x_l, y_l = dataset.take(*method.labeled(step))        # (B, 3, H, W), (B,)
         batch = Batch(step, view(x_l, rng("labeled view", step)), y_l)
-        if cfg.base != "supervised":
+        if base != "supervised":
             batch.index_u = stream_u.batch(step)
             batch.x_u, true_u = dataset.take(batch.index_u)   # (U, 3, H, W), (U,) for the log only
             x_w = view(batch.x_u, rng("weak view", step))
@@ -99,13 +101,13 @@ def main(argv=None, on_step=None, own=None):
         # 2) The base method: logits (N, K) of all its rows, target of the labeled ones, the loss
         #    `plain` of the others.
         #    Passes that only guess labels leave BatchNorm's running statistics alone.
-        if cfg.base == "supervised":
+        if base == "supervised":
             batch.z, target = features(batch.x_l), y_l
             logits = model.classifier(batch.z)                # (B, K)
             y_u = mask = true_u = torch.zeros(0, device=device)                # of no image
             plain, lambda_u = torch.sum, 0                    # of no rows
 
-        elif cfg.base == "pseudolabel":                       # Lee 2013: its own view's argmax
+        elif base == "pseudolabel":                           # Lee 2013: its own view's argmax
             batch.z, target = features(torch.cat([batch.x_l, x_w])), y_l       # (B+U, D)
             logits = model.classifier(batch.z)                # (B+U, K)
             batch.z_u = batch.z[len(y_l):].detach()           # (U, D)
@@ -116,7 +118,7 @@ def main(argv=None, on_step=None, own=None):
             lambda_u = cfg.lambda_u * min(1, now / (0.4 * end))
             plain = unlabeled_part(fixmatch_loss, y_l[:0], y_u, mask, 1)
 
-        elif cfg.base == "fixmatch":
+        elif base == "fixmatch":
             x_s = strong(batch.x_u.repeat_interleave(cfg.n_strong, dim=0), rng("strong view", step),
                          normalise, cfg.ra_n, cfg.ra_m, shard, cfg.no_flip)    # (SU, 3, H, W)
             with torch.no_grad(), models.frozen_bn_stats(model):

@@ -24,7 +24,8 @@ OTHERS = {"attractor": "Attractor, trained jointly", "single_level": "One level"
           "resampling": "Re-sampling", "ldam": "LDAM-DRW", "crt": "cRT", "darp": "DARP",
           "crest": "CReST", "crest+": "CReST+", "abc": "ABC", "sar": "SaR", "daso": "DASO",
           "full_unroll": "Full unroll", "la": "LA, labeled rows", "la_all": "LA, all rows",
-          "la_post_hoc": "LA, post hoc"}
+          "la_post_hoc": "LA, post hoc", "darp_crt": "DARP + cRT", "cdmad": "CDMAD",
+          "flexda": "FlexDA", "adello": "ADELLO", "acr": "ACR"}
 CYCLE = [PURPLE, GREEN, YELLOW, SKY, ORANGE]
 HATCHES, DASHES = ["", "///", "..."], ["-", "--", ":"]
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,

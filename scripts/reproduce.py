@@ -40,7 +40,8 @@ MINI = {"supervised": 0.05, "fixmatch": 0.075, "mixmatch": 0.09}   # measured, o
 # (WRN-28-2: 0.214 billion, ResNet-34: 3.67) and to the overhead of the method.
 PASSES = {"supervised": 192, "fixmatch": 640, "mixmatch": 704}
 PASSES_SUN397 = {"supervised": 384, "fixmatch": 2176}    # batch 128 + 256, two strong views
-COST = {"l2ac": 1.10, "single_level": 1.30, "abc": 1.2, "daso": 1.15, "darp": 1.05, "sar": 1.05}
+COST = {"l2ac": 1.10, "single_level": 1.30, "abc": 1.2, "daso": 1.15, "darp": 1.05, "sar": 1.05,
+        "darp_crt": 1.06}
 
 
 def hours(cell, scale):

@@ -11,7 +11,8 @@ import pytest
 from scripts import bench, bench_loader
 
 QUICK = "--model wrn-10-1 --batch_size 4 --image_size 8 --iters 2"
-METHODS = "none darp crest crest+ abc sar daso la_all la la_post_hoc l2ac full_unroll".split()
+METHODS = ("none darp crest crest+ abc sar daso la_all la la_post_hoc darp_crt cdmad flexda adello "
+           "acr l2ac full_unroll").split()
 
 
 @pytest.mark.slow

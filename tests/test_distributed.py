@@ -70,6 +70,10 @@ EXACT = {
     "sar": ("b", "--tau 0.2 --method sar"),
     "darp": ("b", "--tau 0.2 --method darp --darp_warm 0.2 --darp_period 2"),
     "crest": ("b", "--tau 0.2 --method crest+ --crest_anyway --crest_generations 2"),
+    "darp_crt": ("b", "--tau 0.2 --method darp_crt --darp_warm 0.2 --darp_period 2 --iters 12 "
+                 "--crt_iters 8"),
+    "cdmad": ("b", "--method cdmad"), "adello": ("b", "--tau 0.2 --method adello"),
+    "acr": ("b", "--tau 0.2 --method acr --eval_every 5"),
 }
 
 

@@ -22,7 +22,8 @@ TRAINING["full_unroll"] = "scripts.full_unroll --tau 0.2"
 CREST = "--crest_generations 2 --crest_anyway"
 DARP = "--darp_warm 0.2 --darp_period 2 --darp_outer 2"           # three refinements in six steps
 OWN = {"crest": CREST, "crest+": CREST, "darp": DARP, "daso": "--daso_start 0.2",
-       "crt": "--iters 3 --crt_iters 3"}
+       "crt": "--iters 3 --crt_iters 3", "acr": "--eval_every 2",
+       "darp_crt": "--iters 3 --crt_iters 3 --darp_warm 0 --darp_period 1 --darp_outer 2"}
 for base, table in METHODS.items():
     tau = "--tau 0.2" if base in ("fixmatch", "pseudolabel") else ""
     TRAINING |= {f"{base} baseline {method}": f"baselines.train --base {base} --method {method} "
@@ -43,6 +44,9 @@ CASES |= {f"mps {name}": {"kind": "mps", "commands": [command]} for name, comman
     "crest+": TRAINING["mixmatch baseline crest+"], "daso": TRAINING["mixmatch baseline daso"],
     "darp": TRAINING["mixmatch baseline darp"] + " --darp_estimate",
     "sar": TRAINING["mixmatch baseline sar"],
+    "cdmad": TRAINING["fixmatch baseline cdmad"] + " --ra_n 0",
+    "adello": TRAINING["fixmatch baseline adello"] + " --ra_n 0",
+    "acr": TRAINING["fixmatch baseline acr"] + " --ra_n 0",
     "ldam": TRAINING["supervised baseline ldam"]}.items()}
 DEVICE = "the device itself"
 CASES |= {DEVICE: {"kind": "cuda"}, f"{DEVICE}, mps": {"kind": "mps"}}

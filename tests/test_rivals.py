@@ -1,5 +1,5 @@
 """DARP, CReST, ABC, SaR, DASO: fixtures, reductions to the base method, independent solvers. The
-whole run of these and of logit adjustment, whose fixtures are in test_logit_adjustment.py."""
+whole run of all methods; fixtures of the others are in test_logit_adjustment.py, test_after.py."""
 import json
 from collections import deque
 from copy import deepcopy
@@ -16,6 +16,7 @@ import data
 import evaluate
 import models
 from baselines import Context, abc_head, crest, darp, daso, sar, supervised
+from baselines.methods import METHODS
 from baselines.train import configure, main
 from support.augment import Normalise, strong
 from support.run import Run
@@ -29,7 +30,9 @@ BASES = {"fixmatch": "--tau 0.1 --n_strong 2", "mixmatch": ""}
 EAGER = {  # flags with which a method acts within a few iterations
     "darp": "--darp_warm 0.2 --darp_period 3 --darp_outer 2", "crest": "--crest_generations 3",
     "crest+": "--crest_generations 3", "abc": "", "sar": "", "daso": "--daso_start 0.2",
-    "la": "", "la_all": "", "la_post_hoc": ""}
+    "la": "", "la_all": "", "la_post_hoc": "",
+    "darp_crt": "--darp_warm 0.2 --darp_period 3 --darp_outer 2 --iters 5 --crt_iters 4",
+    "cdmad": "", "flexda": "", "adello": "--tau 0.15", "acr": "--tau 0.15"}
 OFF = {"crest": "--crest_generations 1", "sar": "--sar_start 1", "daso": "--daso_start 1",
        "darp": "--darp_warm 1"}
 BASE = [pytest.param("fixmatch"), pytest.param("mixmatch", marks=pytest.mark.slow)]
@@ -38,6 +41,13 @@ BASE = [pytest.param("fixmatch"), pytest.param("mixmatch", marks=pytest.mark.slo
 def fast(*names):
     """All methods, only these not marked slow."""
     return [m if m in names else pytest.param(m, marks=pytest.mark.slow) for m in EAGER]
+
+
+def on_bases(*names):
+    """(base, method), only these methods on FixMatch not marked slow."""
+    pairs = [(base, m) for base in BASES for m in EAGER if m in METHODS[base]]
+    return [pytest.param(*pair, marks=() if pair in [("fixmatch", m) for m in names]
+                         else pytest.mark.slow) for pair in pairs]
 
 
 def flags_of(base, method, own=""):
@@ -130,15 +140,15 @@ def test_a_method_that_is_switched_off_equals_its_base(finished, base, method):
     assert all(same(ours[part], plain[part]) for part in ("model", "ema", "optimizer", "history"))
 
 
-@pytest.mark.parametrize("base", BASE)
-@pytest.mark.parametrize("method", fast(*EAGER.keys() - {"la", "la_all"}))
+@pytest.mark.parametrize("base,method", on_bases(*EAGER.keys() - {"la", "la_all", "flexda"}))
 def test_switched_on_it_differs_and_resumes_exactly(tmp_path, finished, base, method):
     flags = flags_of(base, method, EAGER[method])
     whole, plain = checkpoint(finished(flags)), checkpoint(finished(flags_of(base, "none")))
     weights = {k: whole["model"][k] for k in plain["model"]}
     assert same(weights, plain["model"]) == (method == "la_post_hoc")          # only its judgement
     assert not same(whole["history"], plain["history"])
-    # After 7 of 9: within an epoch, a window of DASO, a period of DARP, the last CReST generation.
+    # After 7 of 9: within an epoch, a window of DASO, a period of DARP, the last CReST generation,
+    # the stage of cRT.
     stopped(tmp_path, flags, after=7, main=main)
     assert same(whole, train(tmp_path, flags + " --resume", main))
 
@@ -157,7 +167,7 @@ def test_evaluations_change_nothing(tmp_path, finished, monkeypatch, method):
     assert same([rows[row["iter"]] for row in few["history"]], few["history"])
 
 
-@pytest.mark.parametrize("method", fast(*EAGER.keys() - {"la", "la_all"}))
+@pytest.mark.parametrize("method", fast(*EAGER.keys() - {"la", "la_all", "flexda"}))
 def test_evaluate_agrees_with_training(finished, method):
     folder = finished(flags_of("fixmatch", method, EAGER[method]))
     run, last = evaluate.load_run(folder), checkpoint(folder)["history"][-1]
@@ -173,7 +183,8 @@ def test_evaluate_agrees_with_training(finished, method):
     ("--method daso --daso_td 0", "--daso_td"), ("--method abc --darp_warm 0.2", "--darp_warm"),
     ("--method crest --crest_generations 0", "--crest_generations"),
     ("--method crest --crest_generations 5 --iters 4", "--crest_generations"),
-    ("--base supervised --method darp", "--method")])
+    ("--base supervised --method darp", "--method"), ("--base mixmatch --method acr", "--method"),
+    ("--method cdmad --model resnet34", "--cdmad_bn")])
 def test_wrong_flags_end_in_one_sentence(flags, named, tmp_path, capsys):
     argv = [*TINY.split(), *SHORT.split(), *flags.split(), "--out", str(tmp_path / "run")]
     code, err = exit_of(main, argv, capsys)
@@ -295,7 +306,8 @@ def test_the_estimate_is_the_mean_of_the_usable_ones(monkeypatch, usable):
         return M, len(calls) - 1 in usable
     monkeypatch.setattr(torch.optim.SGD, "step", spy)
     monkeypatch.setattr(darp, "invert_confusion", invert)
-    ours, new = darp.estimate_counts(method.ctx), len({*method.ctx.index_u} - {*method.ctx.index_l})
+    new = len({*method.ctx.index_u} - {*method.ctx.index_l})
+    ours = darp.estimate_counts(method.ctx, method.ctx.cfg.iters)
     assert rates == pytest.approx([0.1] * 8 + [0.01, 0.001]) and calls == [new] * 10
     head = (3 + 6 + 10) / 3 if usable else 10
     assert ours.tolist() == pytest.approx([x * new / (head + 9) for x in [head] + [1] * 9])

@@ -1,0 +1,100 @@
+"""FlexDA and ADELLO (Sanchez Aimar et al. 2024): a target prior that moves from that of the
+unlabeled images to a nearly uniform one.
+
+    Q                                            running mean of p(weak view), starts uniform
+    Q_a ~ Q^alpha                                alpha = 1 - 0.9 (t/T)^2
+    H(y, l + log(pi / Q_a))                      labeled rows; pi_k = N_k / sum N
+    [p >= tau] H(argmax p, l + log(Q / Q_a))     unlabeled rows
+    adello adds L_c: of images below tau and after 19 % of the run,
+    H(p^(1/T) / sum, (l + log(Q / Q_a)) / T)     T = exp KL(uniform || Q), taken once, at its start
+
+The logits of a row are shifted to its prior, pi or Q, so that l has the prior Q_a: early that of
+the images to be labeled, late a balanced one. The losses use the Q of before this batch.
+Assumes of the unlabeled set that images of a class look as the labeled ones do, and that the mean
+prediction estimates its distribution.
+
+In effect the official code has T = 1 (--adello_temperature none): a flag that no published setting
+has switches T on. It saves neither Q nor T with a run, and on STL-10 adds L_c from the start. Its p
+has the prior Q_a, flatter than the Q it is to estimate; --adello_correct averages p Q / Q_a.
+"""
+import torch
+import torch.nn.functional as F
+
+from baselines import Method
+from support.distributed import all_gather
+
+WARM, TINY = 50_000 / 262_144, 1e-9
+
+
+def shifts(pi, Q, share):
+    """log(pi / Q_a) and log(Q / Q_a): (K,) each, from pi (K,), Q (K,) and share = t/T."""
+    powers = Q ** (1 - 0.9 * share ** 2)
+    target = powers / powers.sum() + TINY
+    return ((pi + TINY) / target).log(), ((Q + TINY) / target).log()
+
+
+def temperature(Q):
+    """exp KL(uniform || Q), at least 1. (K,) -> ()"""
+    return (-(len(Q) * Q.clamp_min(TINY)).log().mean()).exp()
+
+
+def consistency_loss(logits, p, unsure, T):
+    """L_c. logits (SU, K), shifted, S views of each image; p (U, K), unsure (U,), T ()."""
+    target, views = p ** (1 / T), len(logits) // len(p)
+    target = (target / target.sum(1, keepdim=True)).repeat_interleave(views, dim=0)    # (SU, K)
+    rows = F.cross_entropy(logits / T, target, reduction="none")               # (SU,)
+    return (rows.view(-1, views) * unsure[:, None]).mean()
+
+
+class FlexDA(Method):
+    @staticmethod
+    def flags(p):
+        p.add_argument("--adello_correct", action="store_true", help="estimate the unlabeled "
+                       "distribution from predictions that are shifted back to it")
+
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        K = ctx.dataset.num_classes
+        self.memory = max(10, 0.004 * ctx.cfg.iters)           # in steps; 1,000 of 250,000
+        self.register_buffer("pi", (ctx.counts / ctx.counts.sum()).float())    # (K,)
+        self.register_buffer("Q", torch.full((K,), 1 / K))
+
+    def refine(self, p, batch):
+        share = batch.step / self.ctx.cfg.iters
+        self.shift_l, self.shift_u = shifts(self.pi, self.Q, share)            # (K,) each
+        seen = p * self.shift_u.exp() if self.ctx.cfg.adello_correct else p    # (U, K)
+        seen = all_gather(seen / seen.sum(1, keepdim=True))    # of the global batch
+        self.Q.lerp_(seen.mean(0), 1 / self.memory)
+        return p
+
+    def supervised_loss(self, logits, target, step):
+        return F.cross_entropy(logits + self.shift_l, target)
+
+    def unlabeled_loss(self, logits, plain, batch):
+        return plain(logits + self.shift_u)
+
+
+class ADELLO(FlexDA):
+    @staticmethod
+    def flags(p):
+        FlexDA.flags(p)
+        p.add_argument("--adello_temperature", choices=("prior", "none"), default="prior",
+                       help="T of the soft labels: exp KL(uniform || Q), or 1 (default: prior)")
+
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.start = round(WARM * ctx.cfg.iters)
+        self.register_buffer("T", torch.ones(()))
+
+    def refine(self, p, batch):
+        self.p = p                                                             # (U, K)
+        if batch.step == self.start and self.ctx.cfg.adello_temperature == "prior":
+            self.T.copy_(temperature(self.Q))
+        return super().refine(p, batch)
+
+    def extra_loss(self, batch):
+        if batch.step < self.start:
+            return 0
+        logits = self.ctx.model.classifier(batch.z[len(batch.y_l):])           # (SU, K)
+        unsure = (self.p.amax(1) < self.ctx.cfg.tau).float()                   # (U,)
+        return consistency_loss(logits + self.shift_u, self.p, unsure, self.T)
