@@ -19,7 +19,7 @@ from support import UserError, discard_output, distributed, explain, prepare_str
 PROTOCOL = dict(  # the paper's, for all datasets; where it is silent, its released code's
     model="wrn-28-2", image_size=32, iters=250_000, batch_size=64, lr=2e-3, weight_decay=0.02,
     ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2, eta=1e-4, hidden=256, tau=0.95,
-    ra_m=4.0, no_flip=False)
+    ra_m=4.0, no_flip=False, threads=0)
 DATASETS = {  # an own dataset (any other name): taken as it is
     "digits": dict(n1=10, m1=100, gamma_l=5, gamma_u=1, attractor_input="softmax", no_flip=True),
     "synthetic": dict(n1=500, m1=500, gamma_l=100, gamma_u=1, attractor_input="softmax"),
@@ -36,9 +36,11 @@ DATASETS = {  # an own dataset (any other name): taken as it is
     "own .npz": dict(image_size=None, attractor_input="softmax"),
     "own folder": dict(image_size=32, attractor_input="softmax"),
 }
-MINI = dict(  # the same protocol on one CPU core in minutes
+# The same protocol on one CPU core in minutes. Threads of such small networks spend more time
+# waiting for each other than computing as soon as another program wants a core.
+MINI = dict(
     model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=100,
-    n_strong=1)
+    n_strong=1, threads=1)
 MINI_SMALL = dict(iters=1200, batch_size=32, eval_every=60)   # of digits and synthetic
 SMALL = ("digits", "synthetic")
 TEN_CLASSES = (*SMALL, "cifar10")                # rivals have constants of their own for CIFAR-10
@@ -240,7 +242,7 @@ def parser(doc, *groups):
         "become CUDA graphs")
     add("--deterministic", action="store_true", help="on CUDA: the same numbers at every start, "
         "more slowly; on the CPU they always are")
-    add("--threads", type=number(int, 0, 1024), default=0, help="of the CPU (0: torch decides)")
+    add("--threads", type=number(int, 0, 1024), help="of the CPU (0: torch decides) *")
     add("--seed", type=number(int, 0, 2**31), default=0,
         help="split, batches, augmentation, initial weights (default: 0)")
     add("--out", help="run folder (default: runs/<dataset>_<base>_<method>_gl<..>_gu<..>_s<seed>, "
