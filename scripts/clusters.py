@@ -59,7 +59,7 @@ def record(setting, method, seed, data, result):
         pi_eff = study.effective_distribution(data.n, result["kept"])
         for name, x in (("n", np.log(data.n)), ("eff", np.log(pi_eff))):
             numbers[f"slope_{name}"], numbers[f"r2_{name}"] = study.fit(result["bias"], x)
-        numbers["varies"] = 100 * result["varies"]
+        numbers["varies"] = 100 * max(0.0, result["varies"])      # a vector: 0 up to rounding
     return numbers
 
 
