@@ -134,6 +134,7 @@ def test_what_the_text_says_of_seed_0(notebook):
     assert results["FixMatch"]["middle"] > results["labels alone"]["middle"]
     assert results["labels alone"]["head"] > 95 and 10 < results["labels alone"]["tail"] < 30
     l2ac, n = results["L2AC"], notebook["data"].n
+    assert l2ac["kept"][-3:].sum() > kept[-3:].sum() and l2ac["recall"][-1] < 10
     assert l2ac["varies"] < 0.1 and 0 < study.fit(l2ac["bias"], np.log(n))[0] < 1
     assert study.fit(l2ac["bias"], np.log(n))[1] > 0.8
 
