@@ -2,7 +2,7 @@
 
     python -m scripts.reproduce run --table attractor --seeds 0 1 2 3 4 --jobs 2
     python -m scripts.reproduce collect
-    python -m scripts.study             assets/study.png, and the second table of docs/attractor.md
+    python -m scripts.study             assets/study.png, and two tables of docs/attractor.md
 
 The loss weighs class k by pi_k of the labels plus lambda_u times the share kept_k of the unlabeled
 images that count with pseudo-label k. If the adaptive classifier fits the posterior under this
@@ -45,7 +45,7 @@ def labeled_counts(cell):
 def described(cell, result):
     """What the study says of one run; the attractor's numbers only where there is one."""
     course, counts = result["course"], labeled_counts(cell)
-    numbers = {"bacc": result["bacc"], "gm": result["gm"]}
+    numbers = {"seed": result["seed"], "bacc": result["bacc"], "gm": result["gm"]}
     if "kept" in course and course["kept"][-1][0] is not None:
         kept, precision = (np.array(course[key][-1], dtype=float) for key in ("kept", "precision"))
         right = np.nansum(kept * precision) / kept.sum()
@@ -94,6 +94,33 @@ def markdown(result):
     return "\n".join(lines)
 
 
+PAIRS = (("FixMatch", "Labels alone"), ("**w/ L2AC**", "FixMatch"),
+         ("**w/ L2AC**", "w/ LA, labeled rows"), ("**w/ L2AC**", "w/ LA, all rows"),
+         ("**w/ L2AC**", "w/ L2AC, vector"), ("w/ L2AC, prior start (ours)", "**w/ L2AC**"),
+         ("w/ L2AC, prior start (ours)", "w/ LA, all rows"))
+
+
+def difference(ours, theirs):
+    """Mean of the differences in bACC at equal seeds, ± standard error; bold beyond two of them."""
+    ours, theirs = ({run["seed"]: run["bacc"] for run in runs} for runs in (ours, theirs))
+    values = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    if len(values) < 2:
+        return ""
+    mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
+    mark = "**" if abs(mean) > 2 * error else ""
+    return f"{mark}{mean:+.1f} ± {error:.1f}{mark} ({len(values)})"
+
+
+def difference_table(result):
+    titles = [f"{dataset}, {column}" for dataset, column in result]
+    lines = [f"| | {' | '.join(titles)} |", "|---|" + "--:|" * len(titles)]
+    for pair in PAIRS:
+        names = (row.strip("*").removeprefix("w/ ").removesuffix(" (ours)") for row in pair)
+        cells = (difference(*(rows[row] for row in pair)) for rows in result.values())
+        lines.append(f"| {' − '.join(names)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(result):
     """For each setting of the digits: bACC of the methods, and what the attractor adds by class."""
     settings = [key for key in result if key[0] == "digits"]
@@ -113,8 +140,8 @@ def draw(result):
         above.set(title=key[1], xticks=[], xlim=(-0.7, len(METHODS) - 0.3))
         draw_bias(below, rows, next(c for c in tables.TABLES["attractor"]
                                     if (c.dataset, c.column) == key))
-    axes[0, 0].set_ylabel("bACC on the test set, each seed and mean")
-    axes[1, 0].set_ylabel("added to the logit of a class")
+    axes[0, 0].set_ylabel("bACC: seeds, mean")
+    axes[1, 0].set_ylabel("added to a logit")
     handles = [plt.Line2D([], [], color=c, marker="_", linestyle="", markersize=12,
                           markeredgewidth=3, label=row.strip("*").removeprefix("w/ "))
                for row, c in METHODS.items()]
@@ -149,6 +176,7 @@ def main(argv=None):
     result, page = study(found), collect.ROOT / "docs" / "attractor.md"
     pages = {page: finished.read_text(page)}
     collect.write_table("study", markdown(result), pages)
+    collect.write_table("differences", difference_table(result), pages)
     checkpoint.write(page, pages[page].encode())
     with plt.rc_context(drawing.STYLE):
         draw(result).savefig(collect.ROOT / "assets" / "study.png")
