@@ -72,7 +72,8 @@ def test_rows_of_a_table_have_its_columns(page):
 
 def test_the_front_page_is_short_and_starts_with_a_command():
     lines = PAGES["README.md"].splitlines()
-    assert len(lines) <= 200 and max(map(len, lines)) <= 120
+    assert len(lines) <= 200
+    assert max(len(line) for line in lines if not line.startswith("|")) <= 120   # tables: collect
     first = next(i for i, line in enumerate(lines, 1) if line.startswith("python "))
     assert first < 60
 
