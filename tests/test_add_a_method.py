@@ -172,7 +172,7 @@ def test_both_steps_in_a_copy_of_the_tree(tmp_path):
     done = call("-m", "baselines.alignment", "--base", "fixmatch", *flags)
     assert done.returncode == 0, done.stderr
     methods = tree / "baselines" / "methods.py"
-    text = methods.read_text().replace("import Method,", "import Method, alignment,")
+    text = methods.read_text().replace("    Method,\n", "    Method,\n    alignment,\n")
     entry = '{"alignment": alignment.Alignment, "none": Method, "darp"'
     methods.write_text(text.replace('{"none": Method, "darp"', entry))
     for words in (["evaluate.py", "runs/a"], ["-m", "baselines.train", "--method", "alignment",
