@@ -9,6 +9,7 @@ labeled and in which order they come is data.py's business.
 import hashlib
 import os
 import pickle
+import sys
 import tarfile
 import zlib
 from functools import partial
@@ -197,6 +198,10 @@ def read_folder(folder):
     if strange:
         raise UserError(f"--dataset {folder}: test/{strange[0]} has no counterpart; name its "
                         f"folders as those in train/")
+    missing = sorted(train.keys() - test.keys())
+    if missing:
+        print(f"--dataset {folder}: test/ has no pictures of {', '.join(missing)}; bACC and GM leave "
+              f"out what is not tested", file=sys.stderr)
     names, arrays = list(train), {"names": list(train)}
     for part, classes in (("train", train), ("test", test)):
         arrays[f"x_{part}"] = as_paths([p for files in classes.values() for p in files])

@@ -62,6 +62,8 @@ class Run:
         self.health = Health(self.cfg, dataset.names, dataset.count(index_l))
         for row in self.history:
             self.warnings(row)                       # known from before
+        if self.cfg.resume and not found:
+            print(f"--resume: there is no run in {self.folder} yet, a new one starts")
         print_start(self.cfg, dataset, index_l, index_u, parts["model"], self.device)
         self.progress = Progress(self.start, self.cfg.iters, seconds)
         return self.start

@@ -247,7 +247,7 @@ def test_folder(folder):
     assert d.mean == pytest.approx(x.mean((0, 2, 3))) and d.std == pytest.approx(x.std((0, 2, 3)))
 
 
-def test_class_folders_may_be_nested_and_the_test_set_may_lack_a_class(folder):
+def test_class_folders_may_be_nested_and_the_test_set_may_lack_a_class(folder, capsys):
     (folder / "train/ape/more").mkdir()
     (folder / "train/ape/ape_0.jpeg").rename(folder / "train/ape/more/ape_0.jpeg")
     for path in (folder / "test/ape").iterdir():
@@ -255,6 +255,7 @@ def test_class_folders_may_be_nested_and_the_test_set_may_lack_a_class(folder):
     (folder / "test/ape").rmdir()
     d = data.load(str(folder), image_size=8)
     assert d.labels.tolist().count(0) == 12 and d.test_labels.tolist() == [1] * 4 + [2] * 4
+    assert "no pictures of ape;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage,message", [
