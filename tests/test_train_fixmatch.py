@@ -232,7 +232,7 @@ def test_a_short_default_run_learns_digits(tmp_path):
     with open(tmp_path / "log.csv") as file:
         rows = list(csv.DictReader(file))
     iters = [int(row["iter"]) for row in rows]
-    assert iters == [75, 150, *range(181, 201)]
+    assert iters == [60, 120, *range(180, 201)]
     first, last = ({key: float(value) for key, value in rows[i].items()} for i in (0, -1))
     assert last["loss_x"] < 0.2 * first["loss_x"] and last["loss_bal"] < 0.5 * first["loss_bal"]
     assert last["mask_rate"] > first["mask_rate"] and last["pseudo_acc"] > 0.9
