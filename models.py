@@ -182,9 +182,9 @@ def running_statistics(model):
 def feature_pass(model, device, dtype="float32", compiled=False):
     """model.features as a function, with autocast and torch.compile where they are asked for.
 
-    Compiled on CUDA, a pass is recorded as a CUDA graph and launched as one. Not with several ranks:
-    their BatchNorm exchanges messages in between. A graph writes its result to the same memory each
-    time, hence the copy.
+    Compiled on CUDA, a pass is recorded as a CUDA graph and launched as one. Not with several
+    ranks: their BatchNorm exchanges messages in between. A graph writes its result to the same
+    memory each time, hence the copy.
     """
     network, graphs = model.features, compiled and device.type == "cuda" and distributed.size() == 1
     if compiled:

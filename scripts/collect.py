@@ -2,8 +2,8 @@
 
 `python -m scripts.reproduce collect` copies the numbers of finished runs to results/<scale>/, one
 file per run. From there it writes results/table_<N>.csv and the Markdown between `<!-- table N -->`
-and `<!-- end -->` in README.md or docs/: a clone without runs collects the same tables. Everything is read
-and checked (scripts/finished.py) before the first file is written.
+and `<!-- end -->` in README.md or docs/: a clone without runs collects the same tables. Everything
+is read and checked (scripts/finished.py) before the first file is written.
 """
 import csv
 import io

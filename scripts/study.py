@@ -101,7 +101,7 @@ PAIRS = (("FixMatch", "Labels alone"), ("**w/ L2AC**", "FixMatch"),
 
 
 def difference(ours, theirs):
-    """Mean of the differences in bACC at equal seeds, ± standard error; bold beyond two of them."""
+    """Mean difference in bACC at equal seeds, ± standard error; bold beyond two of them."""
     ours, theirs = ({run["seed"]: run["bacc"] for run in runs} for runs in (ours, theirs))
     values = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if len(values) < 2:

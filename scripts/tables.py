@@ -31,8 +31,8 @@ RECIPE = ("", "--omega_every 10", "--omega_order before", "--inner sgd", "--attr
 
 DOUBTS = {
     "a": "In the ablation table of the paper this GM is 68.8, in its main table 66.8.",
-    "b": "Identical to numbers for CIFAR-10 (at gamma_l 20 those of the reversed column of Table 1, "
-         "at gamma_l 10 those that other papers have for gamma_l 100, gamma_u 150), so almost "
+    "b": "Identical to numbers of CIFAR-10 (at gamma_l 20 those of the reversed column of Table "
+         "1, at gamma_l 10 those that other papers have for gamma_l 100, gamma_u 150), so almost "
          "surely pasted; elsewhere FixMatch has 72.9 / 69.6 and 63.4 / 52.6 on STL-10, DARP "
          "77.8 / 76.5 and 69.9 / 65.4 (second-hand).",
     "h": "Mean over the second half of the run: an older run, from before the last 20 evaluations "

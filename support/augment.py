@@ -45,9 +45,9 @@ LUMA = np.array([19595, 38470, 7471], np.float32).reshape(3, 1, 1) / 65536   # I
 
 @lru_cache(4)
 def constants(device):
-    """Grey levels (256,), the last of them (1,), colour of a box (3, 1, 1), weights of the grey value
-    (3, 1, 1); copied to the device once. AutoContrast takes double precision to truncate as PIL
-    does; mps has none and may be 1 off."""
+    """Grey levels (256,), the last of them (1,), colour of a box (3, 1, 1), weights of the grey
+    value (3, 1, 1); copied to the device once. AutoContrast takes double precision to truncate
+    as PIL does; mps has none and may be 1 off."""
     levels = np.arange(256, dtype="f4" if device.type == "mps" else "f8")
     return [torch.from_numpy(a).to(device) for a in (levels, levels[255:], BOX_COLOUR, LUMA)]
 
@@ -248,8 +248,8 @@ def box_mask(op, v, cx, cy, x):
 
 
 def enhance_factors(op, v, x):
-    """Contrast to Sharpness: (n, N) operations and strengths -> for each layer those of Contrast and
-    Color, and those of Sharpness, (k, 1, 1, 1) float32."""
+    """Contrast to Sharpness: (n, N) operations and strengths -> for each layer those of Contrast
+    and Color, and those of Sharpness, (k, 1, 1, 1) float32."""
     chosen, sharp = FAMILY[op] >= CONTRAST, FAMILY[op] == SHARP
     sizes = np.stack([(chosen & ~sharp).sum(1), sharp.sum(1)], axis=1)                 # (n, 2)
     factors = to_device(v[chosen].astype(np.float32)[:, None, None, None], x)

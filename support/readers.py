@@ -200,8 +200,8 @@ def read_folder(folder):
                         f"folders as those in train/")
     missing = sorted(train.keys() - test.keys())
     if missing:
-        print(f"--dataset {folder}: test/ has no pictures of {', '.join(missing)}; bACC and GM leave "
-              f"out what is not tested", file=sys.stderr)
+        print(f"--dataset {folder}: test/ has no pictures of {', '.join(missing)}; bACC and GM "
+              f"leave out what is not tested", file=sys.stderr)
     names, arrays = list(train), {"names": list(train)}
     for part, classes in (("train", train), ("test", test)):
         arrays[f"x_{part}"] = as_paths([p for files in classes.values() for p in files])

@@ -47,7 +47,7 @@ def device_flag(p):
 
 
 def pick_device(name):
-    """The torch.device that --device asks for; not a rank's, though the environment may be one's."""
+    """The torch.device that --device asks for; never a rank's, even if torchrun's flags are set."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available.get(name, True):
         raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")

@@ -57,7 +57,7 @@ def missing_parts():
 
 class Pretended(torch.Tensor):
     """A tensor on the pretended GPU, and the CPU tensor `held` that computes in its place."""
-    _is_param = False                                 # nn.Parameter sets it, on subclasses like this
+    _is_param = False                                 # nn.Parameter sets it on subclasses
 
     def __new__(cls, real):
         new = torch.Tensor._make_wrapper_subclass(

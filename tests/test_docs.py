@@ -1,5 +1,5 @@
 """README.md, docs/ and baselines/README.md: links lead somewhere, commands are accepted by the
-parsers they are meant for and run on stand-ins of the data, flags exist, the front page is short."""
+parsers they are meant for and run on stand-ins of the data, flags exist, README.md is short."""
 import argparse
 import ast
 import importlib
