@@ -5,13 +5,15 @@
     python -m scripts.bench --model wrn-10-1 --image_size 16      a quick look
     python -m scripts.bench --rivals        all methods on FixMatch, for 10 and for 100 classes
     python -m scripts.bench --json          seconds per iteration: none, l2ac, full_unroll, bare;
+                                            ratio_a_b and its spread_a_b: a's time by b's;
                                             images per second: strong_per_s, pil_per_s;
                                             operations: ops_*; peak memory in MB: memory_*
 
 The iterations are those of train_fixmatch.py itself, on synthetic images. The candidates advance in
-turn, one iteration each, so that what slows the machine down slows all of them. On a CPU a second
-is one of the thread's own (time.thread_time): time in which another program had the core does not
-count. On a GPU it is one by the clock, with torch.cuda.synchronize before both readings.
+turn, one iteration each, and a ratio is the median over these rounds of the ratio within a round,
+so that what slows the machine down for a while slows both sides of it. On a CPU a second is one of
+the thread's own (time.thread_time): time in which another program had the core does not count. On a
+GPU it is one by the clock, with torch.cuda.synchronize before both readings.
 """
 import argparse
 import contextlib
@@ -43,6 +45,7 @@ from baselines.methods import METHODS
 from scripts import full_unroll
 from support import augment, config
 
+RATIOS = (("l2ac", "none"), ("l2ac", "bare"), ("full_unroll", "none"))
 MAINS = {"none": train_fixmatch.main, "l2ac": train_fixmatch.main, "full_unroll": full_unroll.main}
 
 
@@ -193,8 +196,8 @@ def measure_costs(args):
     normalise = augment.Normalise((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), args.device)
     strong_view, steps = pil_pipeline(size), itertools.count()
     runs = {method: training(args, method, n) for method in ("none", "l2ac")}
-    runs["full_unroll"] = training(args, "full_unroll", min(n, 4))     # four times as slow
     runs["bare"] = repeated(bare_passes(args), n)
+    runs["full_unroll"] = training(args, "full_unroll", min(n, 4))     # four times as slow
     runs["strong"] = repeated(lambda: augment.strong(batch, data.rng(0, "bench", next(steps)),
                                                      normalise), n)
     runs["pil"] = repeated(lambda: [strong_view(x) for x in images], n)
@@ -268,10 +271,9 @@ def measure_rivals(args):
                                      if method == "full_unroll" else 1 + args.iters,
                                      [*more.get(method, "").split(), *split])
                     for method in chosen}, args.device)
-                middle = {method: statistics.median(t) for method, t in times.items()}
-                # a round may be slower than the first one, as its FixMatch then is
-                speed = result.get(("none", K), middle["none"]) / middle["none"]
-                result |= {(method, K): speed * t for method, t in middle.items()}
+                seconds = result.setdefault(("none", K), statistics.median(times["none"]))
+                result |= {(method, K): seconds * statistics.median(by_round(t, times["none"]))
+                           for method, t in times.items()}
             refining = refinement_seconds(K)
             result |= {(m, K): result[m, K] + refining for m in ("darp", "darp_crt")}
     return result
@@ -292,23 +294,28 @@ def rivals_table(args, r):
 
 
 def cost_table(args, r):
-    """spread: half of the iterations lie within this much of the median"""
-    lines = [describe(args),
-             f"{'':<14}{'s/iteration':>12}{'spread':>8}{'/ none':>8}{'operations':>12}"
-             f"{'peak MB':>9}"]
+    """spread: half of the rounds have a ratio within this much of the median"""
+    lines = [describe(args), f"{'':<14}{'s/iteration':>12}{'operations':>12}{'peak MB':>9}"]
     for m in (*MAINS, "bare"):
         more = f"{r[f'ops_{m}']:>12.0f}{r[f'memory_{m}']:>9.0f}" if m in MAINS else ""
-        lines.append(f"{m:<14}{r[m]:>12.4f}{r[f'spread_{m}']:>8.1%}{r[m] / r['none']:>8.3f}{more}")
-    lines.append(f"l2ac / bare passes {r['l2ac'] / r['bare']:.3f}")
+        lines.append(f"{m:<14}{r[m]:>12.4f}{more}")
+    for a, b in RATIOS:
+        lines.append(f"{a} / {b}{r[f'ratio_{a}_{b}']:>{26 - len(a + b) - 3}.3f}, spread "
+                     f"{r[f'spread_{a}_{b}']:.1%}")
     lines.append(f"strong views {r['strong_per_s']:.0f} images/s, torchvision on PIL images "
                  f"{r['pil_per_s']:.0f}: {r['strong_per_s'] / r['pil_per_s']:.1f} times")
     return "\n".join(lines)
 
 
-def spread(times):
+def by_round(times, others):
+    """The ratios of two candidates' times, round by round; one may have made fewer of them."""
+    return [a / b for a, b in zip(times, others, strict=False)]
+
+
+def spread(values):
     """The median distance from the median, relative to it."""
-    middle = statistics.median(times)
-    return statistics.median(abs(t - middle) for t in times) / middle
+    middle = statistics.median(values)
+    return statistics.median(abs(v - middle) for v in values) / middle
 
 
 def main(argv=None):
@@ -332,7 +339,9 @@ def main(argv=None):
     times = measure_costs(args)
     middle = {name: statistics.median(t) for name, t in times.items()}
     result = {name: middle[name] for name in (*MAINS, "bare")}
-    result |= {f"spread_{name}": spread(times[name]) for name in (*MAINS, "bare")}
+    for a, b in RATIOS:
+        ratios = by_round(times[a], times[b])
+        result |= {f"ratio_{a}_{b}": statistics.median(ratios), f"spread_{a}_{b}": spread(ratios)}
     result |= {f"{name}_per_s": 2 * args.batch_size / middle[name] for name in ("strong", "pil")}
     result |= {f"ops_{m}": count_operations(args, m) for m in MAINS}
     result |= {f"memory_{m}": peak_memory(args, m) for m in MAINS}
