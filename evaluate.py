@@ -341,6 +341,7 @@ def main(argv=None):
         judged = {str(run.folder): judge_on(run, **made) for run in runs}
         return report.print_imbalanced(judged, made, args.json)
     groups = report.grouped(runs, args.unfinished)
+    report.tell_different_splits(groups)
     names, numbers = groups[0].runs[0].dataset.names, lambda run: run.numbers(args.pseudo)
     if args.csv is not None:
         report.write_csv(args.csv, groups, numbers, names)

@@ -41,8 +41,10 @@ def configure(argv=None, own=None):
     words = sys.argv[1:] if argv is None else argv
     chosen, _ = p.parse_known_args([word for word in words if word not in ("-h", "--help")])
     if chosen.method not in methods[chosen.base]:
-        p.error(f"--method {chosen.method} is not one of --base {chosen.base}, which has "
-                f"{', '.join(methods[chosen.base])}")
+        home = (f"it is one of train_{chosen.base}.py" if chosen.base in ("fixmatch", "mixmatch")
+                and chosen.method in config.TUTORIAL_METHODS
+                else f"choose from {', '.join(methods[chosen.base])}")
+        p.error(f"--method {chosen.method} is not one of --base {chosen.base}; {home}")
     method = methods[chosen.base][chosen.method]
     config.BASE_FLAGS[chosen.base](p)
     method.flags(p)

@@ -12,6 +12,8 @@ attractor learns (docs/attractor.md); and "front", some of its rows for README.m
 import re
 from dataclasses import dataclass
 
+from support.config import TUTORIAL_METHODS
+
 SCALES = ("mini", "paper")
 BENCH = "bench.json"                                     # seconds by method and number of classes
 LONG = {"gamma 100": "--gamma_l 100 --gamma_u 100", "gamma 150": "--gamma_l 150 --gamma_u 150",
@@ -20,7 +22,6 @@ LONG = {"gamma 100": "--gamma_l 100 --gamma_u 100", "gamma 150": "--gamma_l 150 
 DIGITS = {"gamma 5": "--gamma_l 5 --gamma_u 5", "gamma 10": "--gamma_l 10 --gamma_u 10",
           "gamma_u 1": "--gamma_l 5 --gamma_u 1",
           "gamma_u 5 reversed": "--gamma_l 5 --gamma_u 5 --reverse_u"}
-TUTORIAL = ("none", "l2ac", "attractor", "single_level")    # methods of train_*.py
 TEST_SETS = {"Test-1 (long-tailed)": "longtail", "Test-2 (reversed)": "reversed",
              "Test-3 (random)": "random"}
 
@@ -75,7 +76,8 @@ class Cell:
         """The whole command; called again after a crash, it resumes."""
         if self.dataset == "bench":
             return "python -m scripts.bench --rivals --json"
-        script = (f"train_{self.base}.py" if self.method in TUTORIAL and self.base != "supervised"
+        tutorial = self.method in TUTORIAL_METHODS and self.base != "supervised"
+        script = (f"train_{self.base}.py" if tutorial
                   else f"-m baselines.train --base {self.base}")
         size = f"--scale {scale} --threads 1" if scale == "mini" else "--scale paper"
         return (f"python {script} --method {self.method} --dataset {self.dataset} {self.flags} "

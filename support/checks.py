@@ -19,8 +19,6 @@ def wrong_flag(saved, parser):
     its script would not have taken; None if there is none."""
     for action in parser._actions:
         key, value = action.dest, saved.get(action.dest)
-        if key == "method":                          # that of another script is one of its own
-            action.choices = None
         if key == "help" or value is None and key in MAY_BE_NONE and key in saved:
             continue
         try:

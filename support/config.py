@@ -62,10 +62,17 @@ FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "
         "data_dir", "dataset_info", "cwd")
 OF_THE_MACHINE = ("out", "device", "threads", "compile", "data_dir", "cwd")  # may differ by rank
 
+TUTORIAL_METHODS = ("l2ac", "none", "attractor", "single_level")   # --method of train_*.py
+
 
 def read(argv, base, doc=""):
     """The configuration of a training script of FixMatch or MixMatch with L2AC."""
-    return resolve(parser(doc, l2ac_flags, BASE_FLAGS[base]), argv, base)
+    cfg = resolve(parser(doc, l2ac_flags, BASE_FLAGS[base]), argv, base)
+    if cfg.method not in TUTORIAL_METHODS:
+        raise UserError(f"--method {cfg.method} is none of {', '.join(TUTORIAL_METHODS)}; the "
+                        f"methods of baselines/ are run with `python -m baselines.train --base "
+                        f"{base} --method NAME`")
+    return cfg
 
 
 def resolve(parser, argv, base):
@@ -257,7 +264,7 @@ def parser(doc, *groups):
 def l2ac_flags(p):
     whole, real = number(int, 1), number(float, 0)
     add = p.add_argument_group("L2AC").add_argument
-    add("--method", choices=("l2ac", "none", "attractor", "single_level"), default="l2ac",
+    add("--method", default="l2ac", metavar="NAME",
         help="l2ac (default); none: the plain base method; attractor: theta, phi, omega trained "
         "jointly on L; single_level: jointly on L + L_bal")
     add("--omega_every", type=whole, help="iterations between omega steps **")

@@ -17,6 +17,8 @@ from support.config import FREE
 
 LAST = 20                                            # evaluations whose mean is reported
 REPORTED = ("bacc", "gm", "acc", "recall", "head", "middle", "tail")        # keys of that mean
+SPLIT = ("gamma_l", "gamma_u", "reverse_u", "imbalance", "n1", "m1", "beta", "ratio", "split",
+         "pool")                                     # flags that say which images are in which set
 USED = {  # of evaluate.py, by what it is asked for: the flags that have an effect
     "--predict": ("csv",), "--test": ("gamma_t", "seed", "json"),
     "the table": ("pseudo", "json", "markdown", "csv", "unfinished")}
@@ -156,6 +158,16 @@ def grouped(runs, unfinished=False):
         if len(members) > 1 and not unfinished:
             check_equal_length(members)
     return [Group(members) for members in groups.values()]
+
+
+def tell_different_splits(groups):
+    """One line on stderr where the columns were not trained on the same images."""
+    splits = [{key: getattr(group.runs[0].cfg, key) for key in SPLIT}
+              | {"seed": sorted(run.cfg.seed for run in group.runs)} for group in groups]
+    unequal = [f"--{key}" for key in splits[0] if any(s[key] != splits[0][key] for s in splits)]
+    if unequal:
+        print(f"the columns differ in {', '.join(unequal)}, so they were not trained on the same "
+              f"images", file=sys.stderr)
 
 
 def check_equal_length(runs):

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -369,8 +370,8 @@ def print_start(cfg, dataset, index_l, index_u, model, device):
         print(f"{name}: {len(index)} images: {', '.join(parts)}")
     size = sum(p.numel() for p in model.parameters())
     print(f"network: {cfg.model}, {size / 1e6:.2f} M parameters, on {device}")
-    flags = (f"{k} {v}" for k, v in vars(cfg).items() if k != "dataset_info")
-    print("settings: " + ", ".join(flags) + "\n", flush=True)
+    flags = ", ".join(f"{k} {v}" for k, v in vars(cfg).items() if k != "dataset_info")
+    print(textwrap.fill(f"settings: {flags}", 100, subsequent_indent="  ") + "\n", flush=True)
 
 
 def peak_memory_mb(device):

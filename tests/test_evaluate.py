@@ -339,3 +339,13 @@ def test_an_imbalanced_test_set_says_how_it_was_made(runs, capsys):
     told, = json.loads(capsys.readouterr().out).values()
     assert (told["kind"], told["gamma_t"], told["seed"]) == ("longtail", 10, 0)
     assert list(told["counts"].values()) == data.class_counts(20, 10, 10)
+
+
+def test_columns_of_different_images_are_told(runs, tmp_path, capsys):
+    """none_s0 and l2ac_s0 share their split; another seed or gamma_u is another set of images."""
+    evaluate.main([str(runs / "none_s0"), str(runs / "l2ac_s0")])
+    assert capsys.readouterr().err == ""
+    train(tmp_path / "run", f"{SETTING}none --gamma_u 3 --seed 1")
+    capsys.readouterr()
+    evaluate.main([str(runs / "none_s0"), str(tmp_path / "run")])
+    assert "--gamma_u, --seed" in capsys.readouterr().err
