@@ -2,7 +2,8 @@
 
     python -m scripts.reproduce run --table attractor --seeds 0 1 2 3 4 --jobs 2
     python -m scripts.reproduce collect
-    python -m scripts.study             assets/study.png, and two tables of docs/attractor.md
+    python -m scripts.study             assets/study.png, and two tables of docs/attractor.md;
+                                        differences and pseudo-labels of table 1 in docs/results.md
 
 The loss weighs class k by pi_k of the labels plus lambda_u times the share kept_k of the unlabeled
 images that count with pseudo-label k. If the adaptive classifier fits the posterior under this
@@ -121,6 +122,85 @@ def difference_table(result):
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------------------------------------
+# Table 1: differences between methods, and their pseudo-labels
+
+TAIL = slice(-3, None)                                   # the three classes with the fewest labels
+BASES = {"supervised": "Vanilla", "mixmatch": "MixMatch", "fixmatch": "FixMatch"}
+
+
+def table_of(number, cell_of):
+    """A Markdown table with the rows and columns of a table. cell_of: Cell -> text"""
+    cells = tables.TABLES[number]
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    for i in range(0, len(cells), len(columns)):
+        texts, row = [cell_of(cell) for cell in cells[i:i + len(columns)]], cells[i].row.strip("*")
+        if any(texts):
+            name = f"{BASES[cells[i].base]} {row}" if row.startswith("w/") else row
+            lines.append(f"| {name} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def compared(number, found, pair):
+    """Differences in bACC between rows of a table.
+
+    pair: Cell -> (row, row to be subtracted), of the cell's base and column, or None
+    """
+    def runs(cell, row):
+        base = "supervised" if row == "Vanilla" else cell.base
+        other = next(c for c in tables.TABLES[number]
+                     if (c.base, c.row, c.column) == (base, row, cell.column))
+        return collect.by_seed(other, "mini", found).values()
+
+    def text(cell):
+        rows = pair(cell)
+        return difference(*(runs(cell, row) for row in rows)) if rows else ""
+    return table_of(number, text)
+
+
+def over_its_base(cell):
+    """A method over its base, a base over the labels alone."""
+    reference = "Vanilla" if cell.row in BASES.values() else BASES[cell.base]
+    return (cell.row, reference) if cell.row != reference else None
+
+
+def l2ac_over(cell):
+    alone = cell.base == "supervised" or cell.row in ("**w/ L2AC**", *BASES.values())
+    return None if alone else ("**w/ L2AC**", cell.row)
+
+
+def l2ac_over_its_parts(cell):
+    return None if cell.row == "**L2AC**" else ("**L2AC**", cell.row)
+
+
+def label_table(number, found):
+    """The pseudo-labels of the reported evaluations, in percent: how many unlabeled images count,
+    how many of these have the right label, and how many images of the tail do both."""
+    def text(cell):
+        runs = [r["course"] for r in collect.by_seed(cell, "mini", found).values()]
+        kept, precision = (np.array([run[key][-1] for run in runs], dtype=float)
+                           for key in ("kept", "precision"))         # (seeds, K)
+        if not np.isfinite(kept).all() or not kept.size:             # labels alone; cRT's stage
+            return ""
+        right = np.nan_to_num(precision) * kept          # no precision where a class has no label
+        tail = right[:, TAIL].sum(1).mean() / unlabeled_shares(cell)[TAIL].sum()
+        return (f"{100 * kept.sum(1).mean():.0f} / {100 * (right.sum(1) / kept.sum(1)).mean():.1f}"
+                f" / {100 * tail:.0f}")
+    return table_of(number, text)
+
+
+def unlabeled_shares(cell):
+    """(K,) share of each class in the unlabeled set."""
+    flags = finished.configuration(cell.command("mini", 0))
+    counts = np.array(data.class_counts(flags["m1"], 10, flags["gamma_u"],
+                                        reverse=flags["reverse_u"]))
+    return counts / counts.sum()
+
+
+# ---------------------------------------------------------------------------------------------
+
+
 def draw(result):
     """For each setting of the digits: bACC of the methods, and what the attractor adds by class."""
     settings = [key for key in result if key[0] == "digits"]
@@ -169,18 +249,29 @@ def draw_bias(ax, rows, cell):
     ax.set(xlabel="class", xticks=range(0, 10, 3))
 
 
+def written_tables(result, found):
+    """{name of its place in docs/: Markdown}"""
+    return {"study": markdown(result), "differences": difference_table(result),
+            "gains": compared("1-digits", found, over_its_base),
+            "leads": compared("1-digits", found, l2ac_over),
+            "parts": compared("5-digits", found, l2ac_over_its_parts),
+            "labels": label_table("1-digits", found)}
+
+
 def main(argv=None):
     p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
     p.parse_args(argv)
     found = collect.read_results(collect.ROOT / "results")
-    result, page = study(found), collect.ROOT / "docs" / "attractor.md"
-    pages = {page: finished.read_text(page)}
-    collect.write_table("study", markdown(result), pages)
-    collect.write_table("differences", difference_table(result), pages)
-    checkpoint.write(page, pages[page].encode())
+    result = study(found)
+    pages = {path: finished.read_text(path) for name in ("attractor", "results")
+             for path in [collect.ROOT / "docs" / f"{name}.md"]}
+    for name, text in written_tables(result, found).items():
+        collect.write_table(name, text, pages)
+    for path, text in pages.items():
+        checkpoint.write(path, text.encode())
     with plt.rc_context(drawing.STYLE):
         draw(result).savefig(collect.ROOT / "assets" / "study.png")
-    print(f"{page} and assets/study.png written")
+    print(f"{', '.join(map(str, pages))} and assets/study.png written")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from scripts import collect, study, tables
 
-PAGE = (ROOT / "docs" / "attractor.md").read_text()
+PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("attractor", "results")]
 
 
 def test_effective_distribution():
@@ -34,13 +34,46 @@ def test_difference_is_paired_by_seed():
 
 
 def table(name):
-    return collect.block(name).search(PAGE)[2].strip()
+    return next(place[2].strip() for place in map(collect.block(name).search, PAGES) if place)
 
 
-def test_the_page_shows_the_results():
-    result = study.study(collect.read_results(ROOT / "results"))
-    assert table("study") == study.markdown(result)
-    assert table("differences") == study.difference_table(result)
+def test_the_pages_show_the_results():
+    found = collect.read_results(ROOT / "results")
+    for name, text in study.written_tables(study.study(found), found).items():
+        assert table(name) == text, name
+
+
+def digits(column, **rows):
+    """Results of some rows of Table 1 on digits, two seeds each."""
+    names = {(c.base, c.method, "prior" in c.row): c.name for c in tables.TABLES["1-digits"]
+             if c.column == column}
+    return {("mini", names[row.split("_")[0], row.split("_")[1], False]): {
+        seed: result | {"seed": seed} for seed, result in enumerate(results)}
+        for row, results in rows.items()}
+
+
+def test_methods_are_compared_with_their_base_and_with_l2ac():
+    found = digits("gamma_u 1", supervised_vanilla=[{"bacc": 70.0}, {"bacc": 72.0}],
+                   fixmatch_none=[{"bacc": 80.0}, {"bacc": 84.0}],
+                   fixmatch_abc=[{"bacc": 81.0}, {"bacc": 84.0}],
+                   fixmatch_l2ac=[{"bacc": 91.0}, {"bacc": 92.0}])
+    gains = study.compared("1-digits", found, study.over_its_base).splitlines()[2:]
+    assert gains == ["| FixMatch |  |  | **+11.0 ± 1.0** (2) |  |",       # 10 and 12
+                     "| FixMatch w/ ABC |  |  | +0.5 ± 0.5 (2) |  |",
+                     "| FixMatch w/ L2AC |  |  | **+9.5 ± 1.5** (2) |  |"]
+    leads = study.compared("1-digits", found, study.l2ac_over).splitlines()[2:]
+    assert leads == ["| FixMatch w/ ABC |  |  | **+9.0 ± 1.0** (2) |  |"]
+
+
+def test_pseudo_labels_by_hand():
+    """Ten classes with 10 % of the images each; 5 of 10 points are kept of the first, all right, 2
+    of the last, half of them right."""
+    kept, precision = [0.05] + [0.0] * 8 + [0.02], [1.0] + [None] * 8 + [0.5]
+    run = {"course": {"kept": [[0.9] * 10, kept], "precision": [[0.9] * 10, precision]}}
+    line = study.label_table("1-digits", digits("gamma_u 1", fixmatch_abc=[run])).splitlines()[-1]
+    assert line == "| FixMatch w/ ABC |  |  | 7 / 85.7 / 3 |  |"       # 0.06 of 0.07; 0.01 of 0.3
+    reverse = next(c for c in tables.TABLES["1-digits"] if "--reverse_u" in c.flags)
+    assert study.unlabeled_shares(reverse)[-1] == max(study.unlabeled_shares(reverse)) > 0.15
 
 
 def test_a_cell_of_the_page_by_hand():
