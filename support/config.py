@@ -327,16 +327,19 @@ def describe_defaults():
     return "\n".join(lines)
 
 
+def kind_of_device(name):
+    """cpu, cuda or mps: what --device asks for, if this machine has it."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(name, True):
+        raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")
+    return next((kind for kind in available if available[kind]), "cpu") if name == "auto" else name
+
+
 def pick_device(args):
     """The torch.device; also sets the number of CPU threads."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    name = args.device
-    if name == "auto":
-        name = next((d for d in ("cuda", "mps") if available[d]), "cpu")
-    elif not available.get(name, True):
-        raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")
+    name = kind_of_device(args.device)
     if args.dtype == "bfloat16" and name != "cuda":
         raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
     if args.deterministic:

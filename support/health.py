@@ -1,11 +1,15 @@
-"""Known bad signs in the log of a run, one plain warning for each.
+"""Is the run healthy? Losses that are not finite stop it; other known bad signs give a warning.
 
-They are looked for at the end of an epoch, in the row of log.csv that is made there anyway. The
+The latter are looked for at the end of an epoch, in the row of log.csv that is made there anyway. The
 thresholds lie well outside of what healthy runs show: docs/engineering.md, "Is it working?", has
 the measurements.
 """
 import math
 from collections import defaultdict
+
+import torch
+
+from support import UserError, checks
 
 START = 0.5          # share of the run after which signs count: a slow start is none
 ENOUGH = 1000        # unlabeled images in an epoch: shares of fewer say little
@@ -62,3 +66,39 @@ class Health:
             f"{share:.0%} of the pseudo-labels that count are of class '{self.names[k]}', which "
             f"has {self.counts[k] / sum(self.counts):.0%} of the labels: it takes over; "
             f"{sure}lower --lambda_u {self.cfg.lambda_u:g} or --lr {self.cfg.lr:g}")
+
+
+class NaNGuard:
+    """Stops a run whose losses or weights are not finite, before they can be saved."""
+
+    def __init__(self, cfg):
+        self.pending, self.bad = [], None            # (step, losses) not yet looked at
+        idle = ("none", "attractor", "single_level")         # methods in which omega has no eta
+        causes = ("lr", "weight_decay", "lambda_u", *(() if cfg.method in idle else ("eta",)))
+        self.causes = ", ".join(f"--{k} {getattr(cfg, k):g}" for k in causes if hasattr(cfg, k))
+
+    def flush(self):
+        """Look at what is pending. Returns whether anything so far was not finite."""
+        for step, losses in self.pending:
+            if not math.isfinite(torch.stack(list(losses.values())).sum()):
+                self.bad = self.bad or (step, losses)
+        self.pending.clear()
+        return self.bad is not None
+
+    def fail(self):
+        """Raise, if anything so far was not finite."""
+        if self.flush():
+            step, losses = self.bad
+            values = ", ".join(f"{name} {float(x):g}" for name, x in losses.items())
+            self.stop(f"the loss of iteration {step} is not finite ({values})")
+
+    def check(self, done, parts):
+        """parts: {name: module, optimizer, ...}"""
+        self.fail()
+        if not all(t.isfinite().all() for part in parts.values()
+                   for t in checks.tensors(part.state_dict())):
+            self.stop(f"the weights are not finite after iteration {done}")
+
+    def stop(self, what):
+        raise UserError(f"{what}; nothing was saved since, start again in another --out with a "
+                        f"lower value of the flag that is the cause ({self.causes})")

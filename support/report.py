@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from support import UserError, checkpoint
-from support.config import FREE
+from support.config import FREE, kind_of_device
 
 LAST = 20                                            # evaluations whose mean is reported
 REPORTED = ("bacc", "gm", "acc", "recall", "head", "middle", "tail")        # keys of that mean
@@ -48,15 +48,6 @@ def device_flag(p):
                    help="where the networks predict (default: auto, a GPU if there is one)")
 
 
-def pick_device(name):
-    """The torch.device that --device asks for; never a rank's, even if torchrun's flags are set."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not available.get(name, True):
-        raise UserError(f"--device {name}: this machine or this PyTorch has none; use --device cpu")
-    found = [kind for kind in available if available[kind]]
-    return torch.device((found or ["cpu"])[0] if name == "auto" else name)
-
-
 # ---------------------------------------------------------------------------------------------
 # seeds of one setting
 
@@ -66,7 +57,7 @@ def load_all(folders, load_run, device="auto"):
 
     load_run: evaluate.load_run
     """
-    device = pick_device(device)
+    device = torch.device(kind_of_device(device))    # not that of a rank: one process reports
     places = [Path(folder).resolve() for folder in folders]
     for i, place in enumerate(places):
         if place in places[:i]:

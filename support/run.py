@@ -5,25 +5,19 @@
     if run.after_step(step, judge, ...):      log, finite check, evaluation, checkpoint, stop signal
     run.finish(...)                           result.json
 
-Its files are in checkpoint.py, its flags in config.py. No loss, no `if method ==`.
+Its files are in checkpoint.py, its flags in config.py, what it logs in averages.py, what it prints
+in screen.py. No loss, no `if method ==`.
 """
-import math
 import os
-import shutil
 import signal
-import sys
-import textwrap
-import time
-from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from support import UserError, checkpoint, checks, config, distributed
-from support.health import Health
-
-PER_CLASS = ("recall_", "bias_", "kept_", "precision_")      # columns that the screen leaves out
+from support import UserError, checkpoint, config, distributed
+from support.averages import Averages
+from support.health import Health, NaNGuard
+from support.screen import Progress, print_start
 
 
 class Run:
@@ -203,175 +197,6 @@ class StopSignal:
 
 
 stop_signal = StopSignal()                           # signals reach a process, not a run
-
-
-class Averages:
-    """Means since the epoch began, for log.csv.
-
-    kept_k is the share of unlabeled images that count with pseudo-label k (all k: mask_rate), and
-    precision_k the share of these that are of class k.
-    add() keeps what it is given, on the device, and launches nothing. The sums are made when they
-    are asked for, in the order of the iterations, so that they do not depend on when that is.
-    Every rank sums over its local batches; ranks are averaged when the log is written.
-    """
-    columns = ("loss_x", "loss_u", "mask_rate", "pseudo_acc", "loss_bal", "omega_grad")
-
-    def __init__(self, num_classes, device):
-        self.names = [*self.columns, *(f"{name}_{k}" for name in ("kept", "precision")
-                                       for k in range(num_classes))]
-        self.num_classes, self.pending = num_classes, []
-        self.sums = torch.zeros(2, len(self.names), device=device)       # totals, their counts
-
-    def add(self, y_u, mask, true_u, loss_x, loss_u, loss_bal=None, omega_grad=None, **others):
-        """loss_bal, omega_grad: None in an iteration that has none."""
-        self.pending.append((y_u, mask, true_u, loss_x, loss_u, loss_bal, omega_grad))
-        if len(self.pending) == 1000:                # or they would fill the memory
-            self.flush()
-
-    def flush(self):
-        if not self.pending:
-            return
-        *labels, loss_x, loss_u, loss_bal, omega_grad = zip(*self.pending, strict=True)
-        y_u, mask, true_u = map(torch.stack, labels)                     # (n, U): n iterations
-        zero, one = torch.zeros_like(loss_x[0]), torch.ones_like(loss_x[0])
-        guessed = one if mask.numel() else zero      # labels alone make no guesses
-        shares = mask / max(1, mask.shape[1])
-        known = mask * (true_u >= 0)                 # those of which we can say if they are right
-        right = known * (y_u == true_u)
-        by_class = mask.new_zeros(3, len(mask), self.num_classes)
-        if mask.numel():
-            by_class.scatter_add_(2, y_u.expand(3, -1, -1), torch.stack([shares, known, right]))
-        kept_k, known_k, right_k = by_class                              # (n, K) each
-        optional = [[zero if x is None else x for x in values] for values in (loss_bal, omega_grad)]
-        moved = [zero if x is None else one for x in loss_bal]
-        ones, guesses = one.expand(len(mask)), guessed.expand(len(mask))
-        rows = [*map(torch.stack, (loss_x, loss_u)), shares.sum(1), right.sum(1),
-                *map(torch.stack, optional), *kept_k.T, *right_k.T,
-                ones, ones, guesses, known.sum(1), *[torch.stack(moved)] * 2,
-                *[guesses] * self.num_classes, *known_k.T]
-        rows = torch.cat([self.sums.view(1, -1), torch.stack(rows, 1)]).cpu().numpy()
-        total = np.add.accumulate(rows)[-1]          # one after the other; sum() would pair them
-        self.sums = torch.from_numpy(total).view(2, -1).to(mask.device)
-        self.pending.clear()
-
-    def means(self, mean_over_ranks=list):
-        self.flush()
-        sums, = mean_over_ranks([self.sums])
-        return {name: total / count if count else math.nan
-                for name, total, count in zip(self.names, *sums.tolist(), strict=True)}
-
-    def reset(self):
-        self.pending.clear()
-        self.sums = torch.zeros_like(self.sums)
-
-    def state_dict(self):
-        self.flush()
-        return {"sums": distributed.all_gather(self.sums[None])}         # (ranks, 2, columns)
-
-    def load_state_dict(self, state):
-        sums = state.get("sums") if isinstance(state, dict) else None
-        several = torch.is_tensor(sums) and sums.dim() > 0 and len(sums) > 0
-        form = self.sums.cpu().expand(len(sums) if several else 1, 2, -1)
-        # not a number: the share of kept images where a run has no unlabeled ones
-        checks.compare(sums.nan_to_num() if several else sums, form, "sums")
-        same_ranks = len(sums) == distributed.size()
-        self.sums.copy_(sums[distributed.rank()] if same_ranks else sums.mean(0))
-
-
-class NaNGuard:
-    """Stops a run whose losses or weights are not finite, before they can be saved."""
-
-    def __init__(self, cfg):
-        self.pending, self.bad = [], None            # (step, losses) not yet looked at
-        idle = ("none", "attractor", "single_level")         # methods in which omega has no eta
-        causes = ("lr", "weight_decay", "lambda_u", *(() if cfg.method in idle else ("eta",)))
-        self.causes = ", ".join(f"--{k} {getattr(cfg, k):g}" for k in causes if hasattr(cfg, k))
-
-    def flush(self):
-        """Look at what is pending. Returns whether anything so far was not finite."""
-        for step, losses in self.pending:
-            if not math.isfinite(torch.stack(list(losses.values())).sum()):
-                self.bad = self.bad or (step, losses)
-        self.pending.clear()
-        return self.bad is not None
-
-    def fail(self):
-        """Raise, if anything so far was not finite."""
-        if self.flush():
-            step, losses = self.bad
-            values = ", ".join(f"{name} {float(x):g}" for name, x in losses.items())
-            self.stop(f"the loss of iteration {step} is not finite ({values})")
-
-    def check(self, done, parts):
-        """parts: {name: module, optimizer, ...}"""
-        self.fail()
-        if not all(t.isfinite().all() for part in parts.values()
-                   for t in checks.tensors(part.state_dict())):
-            self.stop(f"the weights are not finite after iteration {done}")
-
-    def stop(self, what):
-        raise UserError(f"{what}; nothing was saved since, start again in another --out with a "
-                        f"lower value of the flag that is the cause ({self.causes})")
-
-
-class Progress:
-    """The screen: one status line, redrawn in place once a second, and a table row per evaluation.
-
-    Also the clock: training time, evaluations not counted.
-    """
-
-    def __init__(self, start, iters, seconds):
-        self.start, self.iters, self.before = start, iters, seconds
-        self.seconds, self.shown, self.rows = seconds, 0.0, 0
-        self.begin()
-
-    def begin(self):
-        self.since = time.perf_counter()
-
-    def pause(self):
-        self.seconds += time.perf_counter() - self.since
-
-    def rate(self, done):
-        """Iterations per second of this process, while the clock is paused."""
-        return (done - self.start) / (self.seconds - self.before)
-
-    def due(self):
-        return sys.stdout.isatty() and time.perf_counter() - self.shown > 1
-
-    def show(self, done, values):
-        self.shown = time.perf_counter()
-        rate = (done - self.start) / (self.seconds - self.before + self.shown - self.since)
-        left = timedelta(seconds=int((self.iters - done) / rate))
-        text = (f"{done}/{self.iters} ({100 * done // self.iters}%)  {rate:.1f} it/s  {left} left  "
-                + "  ".join(f"{k} {v:.3g}" for k, v in values.items()
-                            if v == v and not k.startswith(PER_CLASS)))
-        print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
-
-    def row(self, row):
-        """`row` is the newest line of log.csv; its columns for single classes are not shown."""
-        shown = {k: v for k, v in row.items() if not k.startswith(PER_CLASS)}
-        if self.rows % 20 == 0:
-            self.line("".join(f"{k:>11}" for k in shown))
-        self.rows += 1
-        self.line("".join(f"{v:>11.4g}" for v in shown.values()))
-
-    def line(self, text):
-        print(("\r\033[K" if sys.stdout.isatty() else "") + text, flush=True)
-
-
-def print_start(cfg, dataset, index_l, index_u, model, device):
-    """What is about to run: class counts, network, every setting."""
-    for name, index in (("labeled", index_l), ("unlabeled", index_u)):
-        labels = dataset.labels[index]
-        known, unknown = (labels >= 0).any(), int((labels < 0).sum())
-        parts = [f"{k} {int((labels == i).sum())}" for i, k in enumerate(dataset.names) if known]
-        parts[10:-10] = ["..."] if len(parts) > 20 else parts[10:-10]
-        parts += [f"unknown {unknown}"] if unknown else []
-        print(f"{name}: {len(index)} images: {', '.join(parts)}")
-    size = sum(p.numel() for p in model.parameters())
-    print(f"network: {cfg.model}, {size / 1e6:.2f} M parameters, on {device}")
-    flags = ", ".join(f"{k} {v}" for k, v in vars(cfg).items() if k != "dataset_info")
-    print(textwrap.fill(f"settings: {flags}", 100, subsequent_indent="  ") + "\n", flush=True)
 
 
 def peak_memory_mb(device):

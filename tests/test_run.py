@@ -15,8 +15,9 @@ import data
 from baselines import Method
 from baselines import train as baselines
 from support import UserError, config, distributed
-from support.health import Health
-from support.run import Averages, NaNGuard, Run, StopSignal, stop_signal
+from support.averages import Averages
+from support.health import Health, NaNGuard
+from support.run import Run, StopSignal, stop_signal
 
 # ---------------------------------------------------------------------------------------------
 # averages
