@@ -1,8 +1,8 @@
 """Is the run healthy? Losses that are not finite stop it; other known bad signs give a warning.
 
-The latter are looked for at the end of an epoch, in the row of log.csv that is made there anyway. The
-thresholds lie well outside of what healthy runs show: docs/engineering.md, "Is it working?", has
-the measurements.
+The signs are looked for at the end of an epoch, in the row of log.csv that is made there anyway.
+The thresholds lie well outside of what healthy runs show: docs/engineering.md, "Is it working?",
+has the measurements.
 """
 import math
 from collections import defaultdict
