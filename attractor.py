@@ -24,7 +24,7 @@ class BiasAttractor(nn.Sequential):
     Detached, because the attractor reads the prediction, but theta and phi must not be trained
     through what it reads. That is also why the omega step is cheap: l^ depends on phi through the
     identity path alone.
-    The input is scaled (softmax for 10 classes, L2 norm for 100 and more, by the paper), so that
+    The input is scaled (softmax for 10 classes, L2 norm for 100 and more, as in the paper), so that
     its size does not drift while the logits grow.
     """
 

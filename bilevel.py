@@ -63,8 +63,8 @@ def update(s, g):
     """The parameter after one step with gradient g, as a differentiable function of g.  Eq. 4
 
     Adam is torch's, which makes the real step. The released code adds eps before the bias
-    correction, which makes it 1 / sqrt(1 - beta2^t) times as large: 32 times at the first step,
-    and dL_bal/domega, there proportional to eps, with it.
+    correction, which makes it 1 / sqrt(1 - beta2^t) times as large: 32 times at the first step.
+    dL_bal/domega is proportional to eps there, so it grows by the same factor.
     """
     if s.kind == "sgd":
         return s.param - s.lr * g
@@ -77,7 +77,7 @@ def update(s, g):
 
 
 def omega_step(attractor, optimizer, *args):
-    """Move omega by the gradient of L_bal; arguments of omega_gradient. (L_bal, gradient norm)"""
+    """Move omega by omega_gradient, which takes the args. Returns (L_bal, gradient norm)."""
     loss_bal, gradient = omega_gradient(attractor, *args)
     for p, g in zip(attractor.parameters(), gradient, strict=True):
         p.grad = g

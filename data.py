@@ -151,8 +151,8 @@ def hold_out_test(arrays, number):
 
 
 def names_and_colours(name, arrays, images):
-    """Class names, mean, std; of data that BUILT_IN does not know, measured on training images (of
-    pictures on file: on 256 of them)."""
+    """Class names, mean, std. For data that is not in BUILT_IN, mean and std are measured on the
+    training images (in a folder of pictures: on 256 of them)."""
     num_classes = int(arrays["y_train"].max()) + 1
     names, mean, std = BUILT_IN.get(name, (None, None, None))
     names = list(names or arrays.get("names") or map("class {}".format, range(num_classes)))
@@ -185,7 +185,7 @@ def class_counts(n_max, num_classes, gamma, imbalance="long", reverse=False, who
 
 
 def at_least_one(x):
-    """Round half up. Of the label-ratio study: truncation would leave classes without a label."""
+    """Round half up, for the label-ratio study: truncation would leave classes without a label."""
     return max(1, floor(x + 0.5))
 
 
@@ -235,14 +235,14 @@ def split(dataset, cfg):
     return np.concatenate(labeled), np.concatenate(unlabeled)
 
 
-EFFECT = {"reverse_u": "it turns round an unlabeled set that --m1 and --gamma_u (above 1) make",
-          "imbalance": "it acts on what --gamma_l or --gamma_u (above 1) make of three classes",
+EFFECT = {"reverse_u": "it reverses an unlabeled set that --m1 and --gamma_u (above 1) make",
+          "imbalance": "it needs --gamma_l or --gamma_u above 1, and at least three classes",
           "split": "it chooses among labeled images, and all of them are used"}
 
 
 def check_effect(dataset, cfg, index_u):
-    """Refuse flags that change nothing, for the run would be recorded as what it is not, and flags
-    that would drop the unlabeled images of the data without a word."""
+    """Refuse flags that change nothing, because the run's records would be misleading, and flags
+    that would silently drop the unlabeled images of the data."""
     counts, own = wanted_counts(dataset, cfg), np.flatnonzero(dataset.labels < 0)
     if not np.isin(own, index_u).all():
         flag = "--ratio" if cfg.ratio is not None else "--gamma_u"
@@ -294,8 +294,8 @@ class Stream:
         rank, size = self.shard
         batch = np.split(self.indices(step), size)[rank]
         if self.expect:
-            # the next step asks for the batch that comes as far after this one as this one came
-            # after the last: omega may take its turn at every tenth step only
+            # assume the same stride as last time: the balanced batch may be needed only at every
+            # tenth step
             stride = step - self.last if self.last is not None and self.last < step else 1
             self.expect(batch)
             self.expect(np.split(self.indices(step + stride), size)[rank])
@@ -311,7 +311,7 @@ class IndexStream(Stream):
 
     def __init__(self, members, batch_size, seed, purpose, shard=(0, 1)):
         self.members, self.batch_size, self.shard = np.asarray(members), batch_size, shard
-        # The pass in hand and the next one; a cache, not a state.
+        # The current pass and the next one; a cache, not a state.
         self.order = lru_cache(2)(
             lambda epoch: rng(seed, purpose, epoch).permutation(self.members))
 

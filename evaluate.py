@@ -9,7 +9,7 @@
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
 thirds of the classes, ordered by the number of labeled images. No training, no plots; tables and
-seeds folded together are in support/report.py.
+means over seeds are in support/report.py.
 """
 import math
 from argparse import Namespace
@@ -116,7 +116,7 @@ def mean_of_last(history, n=report.LAST):
 
 
 def thirds(recall, counts):
-    """Mean recall of the classes with the most, the fewest and the middling labeled images.
+    """Mean recall of the classes with the most (head), middling and fewest (tail) labeled images.
 
     recall, counts [K]. Head and tail have K/3 classes, rounded; the middle has the rest. Ties go
     by class number. A class without a test image is left out.
@@ -128,10 +128,10 @@ def thirds(recall, counts):
 
 
 def pseudo_labels(logits, labels, tau):
-    """How good the guesses are that logits (U, K) make of images whose true labels (U,) we know.
+    """How good the pseudo-labels of logits (U, K) are, for images whose true labels (U,) we know.
 
-    In percent: `acc`, `recall` and `precision` of all guesses, `kept` (as sure as tau) of all
-    images and `kept_of` each true class, `acc_kept` and `precision_kept` of those that are kept.
+    In percent: `acc`, `recall` and `precision` of all of them; which share reaches tau, of all
+    images (`kept`) and of each true class (`kept_of`); `acc_kept`, `precision_kept` of these.
     """
     confidence, guess = logits.softmax(1).max(1)                               # (U,), (U,)
     kept, num_classes = confidence >= tau, logits.shape[1]
@@ -242,7 +242,7 @@ class FinishedRun:
 
     @cached_property
     def reported(self):
-        """The mean of the last 20 evaluations: the number that stands in tables."""
+        """The mean of the last 20 evaluations: the number that the tables show."""
         if not self.judged:                           # none yet that counts
             return {key: self.last[key] for key in report.REPORTED}
         result = mean_of_last(self.judged)
@@ -276,8 +276,8 @@ class FinishedRun:
 def choose_test(labels, num_classes, kind, gamma, seed):
     """Indices of a test set with unequal classes. labels (T,) array of a test set with equal ones.
 
-    longtail, reversed, random: the paper's Test-1, -2, -3; of the last it says no more than the
-    name, here class counts are uniform between 1/gamma of the images and all of them.
+    longtail, reversed, random: the paper's Test-1, -2, -3. The paper does not define the last;
+    here class counts are uniform between 1/gamma of the images and all of them.
     """
     members = [data.rng(seed, "test set", k).permutation((labels == k).nonzero()[0])
                for k in range(num_classes)]
@@ -316,8 +316,8 @@ def predict_pictures(run, path, out):
 def main(argv=None):
     p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
     add = p.add_argument
-    add("runs", nargs="+", help="run folders; seeds of one setting are folded into one column")
-    add("--unfinished", action="store_true", help="fold seeds that are not finished, too")
+    add("runs", nargs="+", help="run folders; seeds of one setting are averaged in one column")
+    add("--unfinished", action="store_true", help="average seeds that are not finished, too")
     add("--pseudo", action="store_true", help="also judge the pseudo-labels of the unlabeled set, "
         "made by the EMA model from images without augmentation (needs their true labels)")
     add("--json", action="store_true", help="the numbers as JSON instead of a table")

@@ -171,7 +171,7 @@ class EMA:
 def decay_weights(model, cfg):
     """Decoupled weight decay, after the optimizer's step and after the EMA has seen it."""
     tensors = list(model.parameters()) + (running_statistics(model) if cfg.decay_bn else [])
-    torch._foreach_mul_(tensors, 1 - cfg.lr * cfg.weight_decay)   # one launch; else a plain loop
+    torch._foreach_mul_(tensors, 1 - cfg.lr * cfg.weight_decay)   # one launch for all
 
 
 def running_statistics(model):
@@ -202,8 +202,8 @@ def feature_pass(model, device, dtype="float32", compiled=False):
 def frozen_bn_stats(model):
     """Train-mode passes (batch statistics) that leave the running statistics as they are.
 
-    For the passes that only look: pseudo-labels and the balanced batch. `eval()` would not do, it
-    normalises by the running statistics.
+    For pseudo-labels and the balanced batch. `eval()` would not do: it normalises by the running
+    statistics.
     """
     frozen = norms(model)
     for norm in frozen:

@@ -1,4 +1,4 @@
-"""FixMatch + L2AC, from data to a judged model.
+"""FixMatch + L2AC, from the data to an evaluated model.
 
     python train_fixmatch.py                                   real digits, CPU, about a minute
     python train_fixmatch.py --method none                     the same with plain FixMatch
@@ -34,8 +34,8 @@ from support.run import Run, launch
 def fixmatch_loss(logits, y_l, y_u, mask, lambda_u):
     """L of Eq. 1 and its parts. logits (B+SU, K): labeled rows, then S views of each image.
 
-    The unlabeled mean is over all rows: an image below the threshold counts as zero, so that few
-    confident images make a small loss, not a loud one.
+    The unlabeled mean is over all rows: an image below the threshold counts as zero, so a batch
+    with few confident images has a small loss.
     """
     labeled, unlabeled = logits.split([len(y_l), len(logits) - len(y_l)])      # (B, K), (SU, K)
     views = len(unlabeled) // len(y_u)                                         # S
@@ -136,7 +136,7 @@ def main(argv=None, on_step=None):
         if omega_turn and cfg.omega_order == "after":
             loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
 
-        # 6) EMA first, then the live weights shrink: the order of the protocol.
+        # 6) EMA first, then weight decay of the live weights: the order of the protocol.
         ema.update()
         models.decay_weights(model, cfg)
 

@@ -9,7 +9,7 @@ a soft label, mix all images and labels pairwise (mixup), train on the mixtures:
 labeled rows, squared error for the others. Every guess counts. L2AC is the same as on FixMatch.
 
     theta  model.features      phi  model.classifier      omega  attractor
-    B labeled, U unlabeled, M balanced images; K classes; D features; of the local batch
+    B labeled, U unlabeled, M balanced images; K classes; D features (sizes of the local batch)
 """
 from functools import partial
 
@@ -38,11 +38,11 @@ def draw_mix(cfg, step, rows, device):
     g = data.rng(cfg.seed, "mixup", step)
     share = g.beta(cfg.mix_alpha, cfg.mix_alpha)
     partner = to_device(g.permutation(rows), device)
-    return max(share, 1 - share), partner                     # a row stays more itself than not
+    return max(share, 1 - share), partner                     # at least half stays the row's own
 
 
 def mixup(x, q, share, partner):
-    """Rows x (N, 3, H, W), q (N, K): of each a `share` is kept, the rest is its partner's (N,)."""
+    """x (N, 3, H, W), q (N, K): each row is `share` parts itself, the rest its partner (N,)."""
     return share * x + (1 - share) * x[partner], share * q + (1 - share) * q[partner]
 
 
@@ -154,7 +154,7 @@ def main(argv=None, on_step=None):
         if omega_turn and cfg.omega_order == "after":
             loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
 
-        # 6) EMA first, then the live weights shrink: the order of the protocol.
+        # 6) EMA first, then weight decay of the live weights: the order of the protocol.
         ema.update()
         models.decay_weights(model, cfg)
 

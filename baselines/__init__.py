@@ -1,6 +1,6 @@
 """The comparison methods: one file per method, and train.py with the training loop they share.
 
-`Method` has one call for everything that a method may change in that loop. Its defaults are the
+`Method` has one hook for everything that a method may change in that loop. Its defaults are the
 plain base method, so a subclass holds only what differs from it. How to add a method: README.md in
 this folder.
 

@@ -28,7 +28,7 @@ START, PERIOD, MEMORY = 0.012, 0.002, 0.0004         # shares of the run; in ste
 
 
 def anchors(counts):
-    """(3, K): pi, uniform, pi with the shares of the ranks in reverse. counts (K,)"""
+    """(3, K): pi, uniform, pi reversed (the rarest class has the largest share). counts (K,)"""
     pi, order = counts / counts.sum(), counts.argsort(stable=True)
     reverse = torch.zeros_like(pi).scatter(0, order, pi[order.flip(0)])
     return torch.stack([pi, torch.full_like(pi, 1 / len(pi)), reverse]).float()
@@ -62,7 +62,7 @@ class ACR(Method):
         self.start = max(ctx.cfg.eval_every, round(START * iters))
         self.period, self.memory = max(1, round(PERIOD * iters)), max(10, MEMORY * iters)
         self.unknown = np.ones(len(ctx.dataset.labels), np.float32)
-        self.unknown[ctx.index_l] = 0                # in a union pool these are unlabeled ones too
+        self.unknown[ctx.index_l] = 0                # --pool union: they are in index_u too
         self.anchors = anchors(ctx.counts).to(ctx.device)                      # (3, K)
         self.log_pi = self.anchors[0].log()                                    # (K,)
         self.register_buffer("w", torch.full((K,), 1 / K))

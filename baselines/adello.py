@@ -9,7 +9,7 @@ unlabeled images to a nearly uniform one.
     H(p^(1/T) / sum, (l + log(Q / Q_a)) / T)     T = exp KL(uniform || Q), taken once, at its start
 
 The logits of a row are shifted to its prior, pi or Q, so that l has the prior Q_a: early that of
-the images to be labeled, late a balanced one. The losses use the Q of before this batch.
+the images to be labeled, late a balanced one. The losses use the Q from before this batch.
 Assumes of the unlabeled set that images of a class look as the labeled ones do, and that the mean
 prediction estimates its distribution.
 

@@ -112,7 +112,7 @@ class CReST(Method):
     def after_epoch(self, done):
         if done not in self.milestones:
             return
-        # --pool union: images that have a label are not ranked, or they would use up the shares
+        # --pool union: images that have a label are not candidates, or they would use up the shares
         new = np.flatnonzero(~np.isin(self.ctx.index_u, self.ctx.index_l))
         # rank 0 chooses for all: rounding on a GPU may make ranks differ
         labels = broadcast_from_rank0(lambda: select(

@@ -9,7 +9,7 @@ nu_k per class. Newton's method solves for all classes at once.
 The target counts t follow the labeled proportions, or (--darp_estimate) an estimate from the
 confusion matrix of a classifier that was trained on part of the labels.
 
-Labels are refined from --darp_warm = 0.4 of the run on, a share that short runs have too: from
+Labels are refined from --darp_warm = 0.4 of the run on, a share, so short runs refine too: from
 iteration 100,000 of 250,000. The official code's "epoch > 200" of 500 means iteration 100,500.
 """
 import numpy as np
@@ -148,7 +148,7 @@ class DARP(Method):
             help="share of the run before labels are refined (default: 0.4)")
         add("--darp_period", type=config.number(int, 1), help="iterations between refinements "
             "(default: 10 on digits, cifar10 and synthetic, else 100)")
-        add("--darp_outer", type=config.number(int, 1), help="rows-columns alternations of one "
+        add("--darp_outer", type=config.number(int, 1), help="alternations in one refinement "
             "(default: 10 on digits, cifar10 and synthetic, else 20)")
         add("--darp_delta", type=config.number(float, 1), default=2.0,
             help="rows kept per class, in units of its target count (default: 2)")

@@ -176,7 +176,7 @@ class CRT(Method):
 
     def supervised_loss(self, logits, target, step):
         """In the second stage the mean of w_y H over the batch. LDAM divides by the batch's sum of
-        weights; that is largest where rare classes are, so here they would lose their share."""
+        weights; it is largest in batches with rare classes, which would lose their share here."""
         if not self.second_stage:
             return F.cross_entropy(logits, target)
         return (self.weights[target] * F.cross_entropy(logits, target, reduction="none")).mean()

@@ -1,12 +1,12 @@
-"""The comparison methods under the protocol of the two tutorials: one loop, --base and --method.
+"""The comparison methods under the protocol of train_*.py: one loop, --base and --method.
 
     python -m baselines.train --base supervised --method ldam --dataset cifar10
     python -m baselines.train --base fixmatch --method none    = train_fixmatch.py --method none
     python -m baselines.train --base B --method M --help       the flags of B and M
 
-The loop calls the functions of `Method` (baselines/__init__.py) in the order base, labeled, refine,
+The loop calls the hooks of `Method` (baselines/__init__.py) in the order base, labeled, refine,
 supervised_loss, unlabeled_loss, extra_loss; predict at an evaluation, after_epoch where an epoch
-ends. A method overrides those it needs. L2AC itself is in the tutorials; read those first.
+ends. A method overrides those it needs. L2AC itself is in train_*.py; read those first.
 """
 import sys
 from functools import partial
@@ -54,7 +54,7 @@ def configure(argv=None, own=None):
 
 
 def unlabeled_part(loss, *args):
-    """The unlabeled part of a tutorial's loss as a function of the logits of unlabeled rows."""
+    """The unlabeled part of a loss of train_*.py as a function of the logits of unlabeled rows."""
     return lambda logits: loss(logits, *args)[2]
 
 
@@ -106,8 +106,8 @@ def main(argv=None, on_step=None, own=None):
         if base == "supervised":
             batch.z, target = features(batch.x_l), y_l
             logits = model.classifier(batch.z)                # (B, K)
-            y_u = mask = true_u = torch.zeros(0, device=device)                # of no image
-            plain, lambda_u = torch.sum, 0                    # of no rows
+            y_u = mask = true_u = torch.zeros(0, device=device)                # no unlabeled images
+            plain, lambda_u = torch.sum, 0                    # no unlabeled rows
 
         elif base == "pseudolabel":                           # Lee 2013: its own view's argmax
             batch.z, target = features(torch.cat([batch.x_l, x_w])), y_l       # (B+U, D)
@@ -157,8 +157,8 @@ def main(argv=None, on_step=None, own=None):
         run.backward(loss, model)
         optimizer.step()
 
-        # 4) EMA first, then the live weights shrink: the order of the protocol. A method that
-        #    freezes the network (eval mode) does not want it shrunk either.
+        # 4) EMA first, then weight decay of the live weights: the order of the protocol. Not in a
+        #    network that a method has frozen (eval mode).
         ema.update()
         if model.training:
             models.decay_weights(model, cfg)

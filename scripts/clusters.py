@@ -93,7 +93,7 @@ def write_page(root):
     records = finished.read_json(root / RESULTS)["runs"]
     collect.write_table("clusters", markdown(records), pages)
     checkpoint.write(page, pages[page].encode())
-    print(f"the table of {page} is that of {root / RESULTS}")
+    print(f"the table of {page} was written from {root / RESULTS}")
 
 
 def main(argv=None):

@@ -105,7 +105,7 @@ def ours(cell, scale, found):
         return ""
     keys = ("bacc", "gm", "acc") if cell.test else ("bacc", "gm")
     text = " / ".join(mean_text([r[key] for r in results.values()]) for key in keys)
-    # imbalanced test sets are for the last checkpoint
+    # on imbalanced test sets it is the last checkpoint
     early = "" if cell.test or all(map(in_last_tenth, results.values())) else " (h)"
     return f"{text} ({len(results)}){early}" + recipe_effect(cell, results, scale, found)
 
@@ -146,7 +146,7 @@ def cell_text(cell, found):
 
 
 def markdown(number, found):
-    """The table for the README, in parts if it has several datasets."""
+    """The table in Markdown, in parts if it has several datasets."""
     parts, cells = [], tables.TABLES[number]
     for dataset in dict.fromkeys(cell.dataset for cell in cells):
         part = [cell for cell in cells if cell.dataset == dataset]
@@ -202,7 +202,7 @@ def collect(runs, root=ROOT):
         path.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write(path, content.encode())
     count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
-    print(f"{count} runs in {results}; the tables of README.md and docs/ are theirs")
+    print(f"{count} runs in {results}; the tables of README.md and docs/ show them")
 
 
 def write_table(number, table, pages):

@@ -304,7 +304,7 @@ def main(argv=None):
     p.add_argument("--only", nargs="+", choices=tuple(FIGURES), default=list(FIGURES),
                    metavar="NAME", help=f"some of {', '.join(FIGURES)}")
     p.add_argument("--unfinished", action="store_true",
-                   help="fold seeds that are not finished, too")
+                   help="average seeds that are not finished, too")
     report.device_flag(p)
     args = p.parse_args(argv)
     out = Path(args.out)

@@ -2,11 +2,11 @@
 
     python -m scripts.reproduce list --scale paper --table 1 --seeds 0 1 2    one command per line
     python -m scripts.reproduce run --scale mini --table 5 --seeds 0 1 2 --jobs 2
-    python -m scripts.reproduce collect                 results/*, and the tables of README.md
+    python -m scripts.reproduce collect                 results/*, the tables of README.md and docs/
 
-Tables 1 to 8 are the paper's, `recipe` is ours; their cells are in scripts/tables.py. Finished runs
-are skipped, interrupted ones resumed, those that another process works on waited for. A folder with
-another run than its command makes is an error. `collect` is described in scripts/collect.py.
+Tables 1 to 8 are the paper's, the others ours; their cells are in scripts/tables.py. Finished runs
+are skipped, interrupted ones resumed, those of another process waited for. It is an error if a
+folder holds a run other than its command's. `collect` is described in scripts/collect.py.
 """
 import os
 import shlex
@@ -74,7 +74,7 @@ class Job:
         return sorted({cell.test for cell in self.cells} - {""})
 
     def has(self, output):
-        """Whether a command of `commands` need not be called again."""
+        """Whether the command with this output need not be called again."""
         file = output or self.result
         return file.exists() and (file == self.result or not finished.is_stale(file))
 

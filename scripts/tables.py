@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def runs(self):
-        """Whether something is trained for it: not where there is no number to compare with."""
+        """Whether something is trained for it: not where the paper has N/A or -, nor for SAME."""
         return self.paper not in ("N/A", "-", SAME)
 
     def runs_at(self, scale):

@@ -4,7 +4,7 @@
     python -m scripts.torture --script train_mixmatch    or baselines.train
     python -m scripts.torture --processes 2 --kills 6    under torchrun; one rank is killed
 
-The signal is SIGKILL, which a process cannot handle. It comes in turns while the program starts,
+The signal is SIGKILL, which a process cannot handle. It comes in turn while the program starts,
 while it trains, and while it writes a checkpoint (as soon as last.pt.<...>.tmp exists; counted as
 half-written if that file is left behind). Every tensor of last.pt, every cell of log.csv and every
 field of result.json must be the same, except for measured times and memory: CLOCKS.

@@ -22,7 +22,7 @@ def lacks_memory(error):
 
 
 def main_line(error):
-    """The line of a message that says most: the first, of nccl's the last."""
+    """The most informative line of a message: the first, or the last of nccl's."""
     lines = str(error).strip().splitlines() or [""]
     return lines[-1 if type(error).__name__ == "DistBackendError" else 0][:160]
 

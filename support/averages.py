@@ -1,4 +1,4 @@
-"""What an epoch's iterations have in common in log.csv: means of losses and of pseudo-labels."""
+"""What log.csv says about the iterations of an epoch: means of losses and pseudo-labels."""
 import math
 
 import numpy as np
@@ -10,7 +10,7 @@ from support import checks, distributed
 class Averages:
     """Means since the epoch began, for log.csv.
 
-    kept_k is the share of unlabeled images that count with pseudo-label k (all k: mask_rate), and
+    kept_k is the share of unlabeled images that count with pseudo-label k (sum: mask_rate), and
     precision_k the share of these that are of class k.
     add() keeps what it is given, on the device, and launches nothing. The sums are made when they
     are asked for, in the order of the iterations, so that they do not depend on when that is.
@@ -52,7 +52,7 @@ class Averages:
                 ones, ones, guesses, known.sum(1), *[torch.stack(moved)] * 2,
                 *[guesses] * self.num_classes, *known_k.T]
         rows = torch.cat([self.sums.view(1, -1), torch.stack(rows, 1)]).cpu().numpy()
-        total = np.add.accumulate(rows)[-1]          # one after the other; sum() would pair them
+        total = np.add.accumulate(rows)[-1]          # in order; sum() adds pairwise
         self.sums = torch.from_numpy(total).view(2, -1).to(mask.device)
         self.pending.clear()
 

@@ -109,7 +109,7 @@ def check_data(config, info, folder):
 
 
 def own_commit():
-    """Of this checkout; None where it has no .git of its own, be it inside another repository."""
+    """That of this checkout; None if it has no .git of its own, even inside another repository."""
     git = Path(__file__).resolve().parent.parent / ".git"
     if not git.exists() or not shutil.which("git"):
         return None
@@ -215,7 +215,7 @@ def prepare_folder(folder, checkpoint, history, cfg, commits):
     if checkpoint and checkpoint["step"] == cfg.iters and (folder / "result.json").exists():
         return
     try:
-        left = [f.name for f in folder.iterdir() if TEMPORARY.fullmatch(f.name)]   # a kill left it
+        left = [f.name for f in folder.iterdir() if TEMPORARY.fullmatch(f.name)]   # left by a kill
         for name in (*left, *(FILES if cfg.overwrite else ())):
             (folder / name).unlink(missing_ok=True)
         if checkpoint and checkpoint["file"] == "prev.pt" and (folder / "last.pt").exists():

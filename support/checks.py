@@ -97,7 +97,7 @@ def checked(part, saved, steps):
     """
     if isinstance(part, torch.nn.Module):
         fresh = part.state_dict()
-        own = {key for key in fresh if key.endswith("_extra_state")}           # plain, the part's
+        own = {key for key in fresh if key.endswith("_extra_state")}           # not tensors
         compare(*({key: x for key, x in state.items() if key not in own}
                   if isinstance(state, dict) else state for state in (saved, fresh)))
     elif isinstance(part, torch.optim.Adam):

@@ -20,15 +20,15 @@ PROTOCOL = dict(  # the paper's, for all datasets; where it is silent, its relea
     model="wrn-28-2", image_size=32, iters=250_000, batch_size=64, lr=2e-3, weight_decay=0.02,
     ema=0.999, bn_momentum=0.001, eval_every=500, n_strong=2, eta=1e-4, hidden=256, tau=0.95,
     ra_m=4.0, no_flip=False, threads=0)
-DATASETS = {  # an own dataset (any other name): taken as it is
+DATASETS = {  # any other name is the user's own data, taken as it is
     "digits": dict(n1=10, m1=100, gamma_l=5, gamma_u=1, attractor_input="softmax", no_flip=True),
     "synthetic": dict(n1=500, m1=500, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "cifar10": dict(n1=1500, m1=3000, gamma_l=100, gamma_u=1, attractor_input="softmax"),
     "cifar100": dict(n1=150, m1=300, gamma_l=10, gamma_u=10, attractor_input="l2"),
     # Its own unlabeled images. Shrunk before RandAugment: translations and boxes, in pixels, are
-    # three times as large beside the image as they would be at the original 96 px.
+    # three times as large relative to the image as they would be at the original 96 px.
     "stl10": dict(n1=450, gamma_l=10, attractor_input="softmax"),
-    # 300 epochs, once through both sets each. The random crop that the paper makes of a picture is
+    # 300 epochs, each one pass over both sets. The random crop that the paper makes of a picture is
     # augment.py's, of the whole picture squeezed to 224 px. BatchNorm is torchvision's.
     "sun397": dict(ratio=2, model="resnet34", image_size=224, batch_size=128, batch_size_u=256,
                    iters=69_300, eval_every=231, ema=0.99, bn_momentum=0.1, tau=0.6,
@@ -43,7 +43,7 @@ MINI = dict(
     n_strong=1, threads=1)
 MINI_SMALL = dict(iters=1200, batch_size=32, eval_every=60)   # of digits and synthetic
 SMALL = ("digits", "synthetic")
-TEN_CLASSES = (*SMALL, "cifar10")                # rivals have constants of their own for CIFAR-10
+TEN_CLASSES = (*SMALL, "cifar10")                # DARP, DASO: the constants of CIFAR-10
 # An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4
 # it could move by 25 in the paper's run, but in a miniature not even by 0.2.
 MINI_VECTOR = dict(eta=1e-2)
@@ -55,7 +55,7 @@ RECIPES = {  # what the paper's text says, what its released code does
                      decay_bn=True),
 }
 
-# Flags that the default --out names in a way of its own, and flags that may change on --resume.
+# Flags that have a fixed place in the default --out, and flags that may change on --resume.
 NAMED = ("dataset", "method", "gamma_l", "gamma_u", "reverse_u", "imbalance", "beta", "scale",
          "recipe", "seed")
 FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "deterministic",
@@ -170,7 +170,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-LARGE = 10**6       # more images in a batch, or neurons in the attractor, are a slip of the finger
+LARGE = 10**6       # more images in a batch, or neurons in the attractor, are a typing error
 
 
 def number(kind, low, high=math.inf, word=None, above=False):
@@ -198,7 +198,7 @@ def parser(doc, *groups):
         help="digits (default: real handwritten ones, no download), synthetic, cifar10, cifar100, "
         "stl10, sun397, or a path to an .npz file or to a folder (train/<class>/*, "
         "test/<class>/*, optional unlabeled/*)")
-    add("--data_dir", default="data", help="where datasets lie (default: data)")
+    add("--data_dir", default="data", help="where the datasets are (default: data)")
     add("--gamma_l", type=number(float, 1), help="N_1 / N_K of the labeled set *")
     add("--gamma_u", type=number(float, 1), help="M_1 / M_K of the unlabeled set *")
     add("--reverse_u", action="store_true", help="unlabeled set: rarest class first")
@@ -247,8 +247,8 @@ def parser(doc, *groups):
         help="bfloat16: autocast of the network passes on CUDA (default: float32)")
     add("--compile", action="store_true", help="torch.compile the network; on one GPU its passes "
         "become CUDA graphs")
-    add("--deterministic", action="store_true", help="on CUDA: the same numbers at every start, "
-        "more slowly; on the CPU they always are")
+    add("--deterministic", action="store_true", help="on CUDA: the same numbers in every run, "
+        "but slower; on the CPU they always are")
     add("--threads", type=number(int, 0, 1024), help="of the CPU (0: torch decides) *")
     add("--seed", type=number(int, 0, 2**31), default=0,
         help="split, batches, augmentation, initial weights (default: 0)")
@@ -270,7 +270,7 @@ def l2ac_flags(p):
     add("--omega_every", type=whole, help="iterations between omega steps **")
     add("--omega_order", choices=("after", "before"), help="after: theta, phi move first "
         "(Algorithm 1); before: omega first, judged on a virtual step of phi **")
-    add("--inner", choices=("adam", "sgd"), help="the update that omega is judged through **")
+    add("--inner", choices=("adam", "sgd"), help="the update of phi that is differentiated **")
     add("--attractor", choices=("mlp", "vector"), default="mlp", help="the paper's residual MLP "
         "(default), or K numbers that are the same for all images")
     add("--attractor_start", choices=("zero", "prior"), default="zero", help="its last bias: 0 "
@@ -344,7 +344,7 @@ def pick_device(args):
         raise UserError(f"--dtype bfloat16 needs CUDA, the device is {name}; use --dtype float32")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
-        # Of what remains torch only warns: augment.py's sums of whole numbers, exact in any order.
+        # Only a warning for the rest: augment.py's sums of whole numbers, exact in any order.
         torch.use_deterministic_algorithms(True, warn_only=True)
     args.device, args.threads = name, torch.get_num_threads()        # resolved, for config.json
     return distributed.local_device(name)
@@ -358,7 +358,7 @@ def exit_cleanly(main):
     try:
         status = main()
         distributed.stop()
-        sys.stdout.flush()                           # while what it raises can still be met
+        sys.stdout.flush()                           # while an error can still be caught
         sys.exit(status)
     except BrokenPipeError:                          # `... | head` closed our output
         discard_output()

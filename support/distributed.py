@@ -8,7 +8,7 @@ the omega step, of BatchNorm's statistics, of the numbers in the log. The slices
 the mean of their means is the mean over the batch, and N ranks compute what one computes, up to
 rounding.
 
-With one rank every function here returns what it was given. nccl is untested: no GPU was at hand.
+With one rank the collectives return what they are given. nccl is untested: no GPU was at hand.
 """
 import os
 import sys
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from support import UserError, explain, lacks_memory, main_line
 
 TIMEOUT = timedelta(seconds=60)      # a rank that is silent for longer is taken for dead
-host_group = None                    # all ranks over gloo, with time for downloads and files
+host_group = None                    # all ranks over gloo, with a timeout long enough for downloads
 
 
 class PeerError(UserError):
@@ -55,7 +55,7 @@ def variable(name, low, high=2**20, default=None):
 
 
 def local_device(kind):
-    """The GPU of this rank."""
+    """The device of this rank."""
     _, size = environment()
     if kind != "cuda" or size == 1:
         return torch.device(kind)
@@ -68,8 +68,8 @@ def local_device(kind):
     return torch.device(kind, local)
 
 
-# By the process group, not by the environment: that of a program which has not joined one, such as
-# evaluate.py, may well be a rank's.
+# From the process group, not the environment: a program that has joined none, such as evaluate.py,
+# may have inherited the variables of a rank.
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 

@@ -11,11 +11,11 @@ import torch
 
 from support import UserError, checks
 
-START = 0.5          # share of the run after which signs count: a slow start is none
+START = 0.5          # share of the run before which no sign counts: a slow start is normal
 ENOUGH = 1000        # unlabeled images in an epoch: shares of fewer say little
 STILL = 0.12         # the attractor has to add more than this to some logit; its start adds 0.1
 FEW = 0.001          # share of the unlabeled images that have to pass tau
-SOME, MOST = 0.05, 0.95      # where so many pass, the share of one class must not be larger
+SOME, MOST = 0.05, 0.95      # if more than SOME pass tau, no class may have over MOST of them
 
 
 class Health:
@@ -37,7 +37,7 @@ class Health:
         return [f"warning, iteration {row['iter']}: {text}" for text in new.values()]
 
     def attractor_is_still(self, row):
-        """Not of one that starts at the prior, which may be right there, or of equal classes."""
+        """Not checked if it starts at the prior, which may be right, or if classes are equal."""
         equal = max(self.counts) < 2 * min(self.counts)
         if self.cfg.method != "l2ac" or self.cfg.attractor_start == "prior" or equal:
             return None

@@ -1,6 +1,6 @@
 """Pictures on file: which files of a folder are pictures, and their way to uint8 arrays.
 
-What a folder holds besides pictures is skipped and told in one line. Files come from strangers:
+What a folder holds besides pictures is skipped and listed in one line. Files come from strangers:
 only formats of SUFFIXES are ever opened, and a picture that cannot be read is named.
 """
 import os
@@ -190,7 +190,7 @@ class Pictures:
     def __init__(self, paths, size):
         self.paths, self.size, self.device = paths, size or (32, 32), torch.device("cpu")
         self.shape = (len(paths), 3, *self.size)
-        self.begun, self.capacity = OrderedDict(), 0           # index -> future; next to go first
+        self.begun, self.capacity = OrderedDict(), 0     # index -> future; first: next to drop
 
     def __len__(self):
         return len(self.paths)
@@ -200,7 +200,7 @@ class Pictures:
         return self
 
     def expect(self, index, batches=6):
-        """index (B,). batches: now and next of three streams, of this size or less."""
+        """index (B,). batches: how many of this size are held; 6: now and next of three streams."""
         self.capacity = max(self.capacity, batches * len(index))
         for i in index.tolist():
             if i not in self.begun:

@@ -26,10 +26,10 @@ from support.pictures import Pictures, Skipped, as_paths, list_classes, list_pic
 MEMORY = 2**30       # bytes: pictures that take more than this once decoded stay files
 ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz",
             "stl10": "stl10_binary.tar.gz", "sun397": "SUN397.tar.gz"}
-# No network, a read-only folder; a file that is torn, mixed up or of another kind.
+# Raised without a network, in a read-only folder, and by files that are truncated or corrupt.
 BROKEN_ARCHIVE = (OSError, RuntimeError, EOFError, KeyError, ValueError, tarfile.TarError,
                   pickle.UnpicklingError, zlib.error)
-DATA_DIR = "data"    # the default folder of archives, the only one that is made unasked
+DATA_DIR = "data"    # the default folder of archives, the only one that is created if missing
 
 
 def find_path(path, cwd):
@@ -94,7 +94,7 @@ def check_images(x, what):
 
 
 def check_labels(arrays, path):
-    """Before anything counts them: a counter has as many entries as the largest number says."""
+    """Before they are counted: np.bincount allocates as many entries as the largest number."""
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
         if y.shape != (len(x),) or y.dtype.kind not in "iu" or y.min() < 0:
@@ -246,7 +246,7 @@ def open_images(train, test, size):
 
 
 def as_tensor(images, size):
-    """(N, H, W, 3) uint8 array -> (N, 3, *size) uint8 tensor, shrunk by averaging areas."""
+    """(N, H, W, 3) uint8 array -> (N, 3, *size) uint8 tensor, resized by averaging areas."""
     x = torch.from_numpy(images).permute(0, 3, 1, 2)
     if size is None or x.shape[2:] == size:
         return x.contiguous()
@@ -267,8 +267,8 @@ def colours(x):
 
 def fingerprint(*parts):
     """A digest of images, labels and names: of arrays and tensors their contents, wherever they
-    are; of pictures on file the relative paths and sizes, for to decode all of them would take as
-    long as an epoch."""
+    are; of pictures on file the relative paths and sizes, because decoding all of them would
+    take as long as an epoch."""
     digest = hashlib.blake2b(digest_size=16)
     files = [path for part in parts if isinstance(part, Pictures) for path in part.paths]
     root = os.path.commonpath(files) if files else ""            # they may be moved together

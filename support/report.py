@@ -1,4 +1,4 @@
-"""Reports over finished runs: seeds folded together, tables, CSV, predictions.
+"""Reports over finished runs: means over seeds, tables, CSV, predictions.
 
 A run is evaluate.FinishedRun; `part` is a function that takes nested numbers from one, such as
 `lambda run: run.last`. No network, no data, no plots.
@@ -53,7 +53,7 @@ def device_flag(p):
 
 
 def load_all(folders, load_run, device="auto"):
-    """The runs of these folders, each once; says on stderr how far those are that have not ended.
+    """The runs of these folders, each once; says on stderr which are not finished, and how far.
 
     load_run: evaluate.load_run
     """
@@ -107,7 +107,7 @@ class Group:
     def __init__(self, runs):
         self.runs, first = runs, runs[0].folder
         if first.name in ("", ".."):
-            first = first.resolve()                       # it is named by its own name
+            first = first.resolve()                       # `.` or `..`: use its real name
         seeds = ",".join(str(run.cfg.seed) for run in runs)
         ending = re.compile(r"_s\d+$")
         self.path = first if len(runs) == 1 else first.parent / (
@@ -115,7 +115,7 @@ class Group:
             else f"{first.name} (seeds {seeds})")
 
     def mean(self, part):
-        """part: a function of a Run that gives nested numbers."""
+        """part: a function of a run that gives nested numbers."""
         return fold([part(run) for run in self.runs], average)
 
     def deviation(self, part):
@@ -124,9 +124,9 @@ class Group:
 
 
 def grouped(runs, unfinished=False):
-    """Groups in the order of their first run. The same seed twice is not folded.
+    """Groups in the order of their first run. Two runs of one seed are not averaged.
 
-    unfinished: whether runs may be folded that have not been evaluated at the same iterations
+    unfinished: whether runs that were evaluated at different iterations may be averaged
     """
     first = runs[0].cfg
     for cfg in (run.cfg for run in runs):
@@ -164,13 +164,13 @@ def tell_different_splits(groups):
 def check_equal_length(runs):
     for run in runs:
         if not is_finished(run):
-            raise UserError(f"{run.folder} is not finished ({progress(run)}) and would be folded "
+            raise UserError(f"{run.folder} is not finished ({progress(run)}) and would be averaged "
                             f"with other seeds; finish it with --resume, leave it out, or ask for "
                             f"--unfinished")
         if iterations(run) != iterations(runs[0]):
             raise UserError(f"{runs[0].folder} and {run.folder} were evaluated at different "
                             f"iterations ({len(runs[0].history)} and {len(run.history)} times) and "
-                            f"would be folded; leave one out, or ask for --unfinished")
+                            f"would be averaged; leave one out, or ask for --unfinished")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def format_table(groups, part, names, markdown=False):
 
 
 def confusion_lines(group, part, names):
-    """Lines of text: of each true class, how many percent are called what."""
+    """Lines of text: the percentage of each true class that gets each label."""
     short = [name[:6] for name in names]
     lines = ["", f"{labels([group])[0]}: percent of a true class (row) that is called (column)"]
     lines.append(" " * 12 + "".join(f"{name:>7}" for name in short))

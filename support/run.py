@@ -56,7 +56,7 @@ class Run:
             self.folder, found, self.parts, self.cfg, self.is_evaluated)
         self.health = Health(self.cfg, dataset.names, dataset.count(index_l))
         for row in self.history:
-            self.warnings(row)                       # known from before
+            self.warnings(row)                       # not to be printed again
         if self.cfg.resume and not found:
             print(f"--resume: there is no run in {self.folder} yet, a new one starts")
         print_start(self.cfg, dataset, index_l, index_u, parts["model"], self.device)
@@ -133,7 +133,7 @@ class Run:
 
     def is_evaluated(self, done):
         """At the end of an epoch, and densely at the end of the run: what is reported is the mean
-        of the last 20 evaluations, and they shall lie in its last tenth."""
+        of the last 20 evaluations, and they should lie in its last tenth."""
         left, interval = self.cfg.iters - done, self.cfg.iters // 200
         dense = left < 20 * interval and left % interval == 0 if interval else left == 0
         return dense or self.ends_epoch(done)
@@ -142,13 +142,13 @@ class Run:
         self.progress.pause()
         row = {"iter": done} | self.averages.means(self.mean_over_ranks) | judge()
         self.history.append(row | {"it_per_s": self.progress.rate(done)})
-        if self.ends_epoch(done):       # other rows are dropped if the run is made longer
+        if self.ends_epoch(done):       # not at other rows: a longer run drops them
             self.averages.reset()
         self.save(done)
         checkpoint.write_log(self.folder, self.history)
         self.progress.row(self.history[-1])
         for text in self.warnings(row):
-            self.progress.line(text)                 # of rank 0 only: the others print nowhere
+            self.progress.line(text)                 # other ranks discard their output
         self.progress.begin()
 
     def warnings(self, row):
@@ -191,8 +191,8 @@ class StopSignal:
             signal.signal(signum, self.request)
 
     def request(self, signum, frame):
-        if os.environ.get("WORLD_SIZE", "1") == "1":     # torchrun may send several, and a SIGKILL
-            signal.signal(signum, signal.SIG_DFL)        # later; else a second one stops at once
+        if os.environ.get("WORLD_SIZE", "1") == "1":     # torchrun may send several signals
+            signal.signal(signum, signal.SIG_DFL)        # a second one stops at once
         self.requested = True
 
 

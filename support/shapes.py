@@ -1,8 +1,8 @@
 """The synthetic dataset: tiny, for the tests."""
 import numpy as np
 
-# Head and tail are pairs of look-alikes (disk and ring, square and frame, ...): what a biased
-# classifier does to a rare class is to call it by the name of its common twin.
+# Head and tail are pairs of look-alikes (disk and ring, square and frame, ...): a biased
+# classifier takes images of a rare class for its common look-alike.
 SHAPES = "disk square cross bars triangle diamond stripes saltire frame ring".split()
 
 
