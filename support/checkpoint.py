@@ -2,7 +2,7 @@
 
 It is locked, so that two runs never share it. Every file is written beside the old one, synced and
 renamed, so a crash or a full disk leaves what was there. A checkpoint holds tensors and plain
-Python types only; loading one never runs code, and nothing in it is used unchecked (checks.py).
+Python types only; loading one never runs code, and its tensors and flags are checked (checks.py).
 """
 import errno
 import io

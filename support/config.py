@@ -235,7 +235,7 @@ def parser(doc, *groups):
     add("--model", metavar="NAME", help="wrn-d-w, as in wrn-28-2, or resnet34 *")
     add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
     add("--image_size", type=number(int, 8, 1024), help="images are resized to a square of this "
-        "many pixels; None: they stay as they are *")
+        "many pixels; those of an own .npz stay as they are *")
 
     add = p.add_argument_group("system").add_argument
     add("--scale", choices=("paper", "mini"), help="the paper's protocol, or the same shrunk for "
