@@ -2,6 +2,7 @@
 
     python -m scripts.reproduce list --scale paper --table 1 --seeds 0 1 2    one command per line
     python -m scripts.reproduce run --scale mini --table 5 --seeds 0 1 2 --jobs 2
+    python -m scripts.reproduce run --table 1-digits --seeds 0 1 2 3 4 --missing    fill the gaps
     python -m scripts.reproduce collect                 results/*, the tables of README.md and docs/
 
 Tables 1 to 8 are the paper's, the others ours; their cells are in scripts/tables.py. Finished runs
@@ -22,7 +23,7 @@ from threading import Lock
 import torch
 
 from scripts import finished, tables
-from scripts.collect import collect
+from scripts.collect import ROOT, by_seed, collect, cost, in_last_tenth, read_results
 from scripts.tables import BENCH, SCALES, test_set_file
 from support import UserError, checkpoint, config
 
@@ -63,7 +64,8 @@ class Job:
     """One command, and the cells that need it."""
 
     def __init__(self, cell, scale, seed, runs):
-        self.cell, self.cells, self.hours = cell, [cell], hours(cell, scale)
+        self.cell, self.cells, self.scale, self.seed = cell, [cell], scale, seed
+        self.hours = hours(cell, scale)
         self.command = cell.command(scale, seed, runs)
         self.folder = Path(cell.folder(scale, seed, runs))
         bench = cell.dataset == "bench"
@@ -87,6 +89,13 @@ class Job:
             return bool(finished.check_bench(self.result))
         finished.read_run(self.folder, self.command)
         return self.tests == sorted(finished.read_tests(self.folder)[0].keys() & {*self.tests})
+
+    def is_in(self, found):
+        """Whether results/ already has it, as today's command would make it."""
+        if self.cell.dataset == "bench":
+            return all(cost(cell, found) for cell in self.cells)
+        runs = [(cell, by_seed(cell, self.scale, found).get(self.seed)) for cell in self.cells]
+        return all(run and (cell.test or in_last_tenth(run)) for cell, run in runs)
 
     def commands(self):
         """[(command, file for its output or None)]: training, then imbalanced test sets."""
@@ -270,9 +279,11 @@ def main(argv=None):
     add("--scale", choices=SCALES, help="(default: mini)")
     add("--seeds", nargs="+", type=config.number(int, 0, 2**31), help="(default: 0)")
     add("--jobs", type=config.number(int, 1, 1024), help="of `run`: jobs at a time (default: 1)")
+    add("--missing", action="store_true", default=None, help="only runs that results/ lacks")
     add("--runs", help="folder of the run folders (default: runs)")
     args = p.parse_args(argv)
-    unused = {"collect": ("table", "scale", "seeds", "jobs"), "list": ("jobs",), "run": ()}
+    unused = {"collect": ("table", "scale", "seeds", "jobs", "missing"), "list": ("jobs",),
+              "run": ()}
     for key in unused[args.action]:
         if getattr(args, key) is not None:
             p.error(f"--{key} has no effect on {args.action}; leave it out")
@@ -287,6 +298,9 @@ def main(argv=None):
         p.error(f"--runs {runs!r}: the commands are shell lines; give a name without spaces "
                 f"and other special characters")
     wanted = jobs(args.table or names, args.scale or "mini", args.seeds or [0], runs)
+    if args.missing:
+        found = read_results(ROOT / "results")
+        wanted = [job for job in wanted if not job.is_in(found)]
     if args.action == "list":
         return print_commands(wanted)
     for signum in (signal.SIGTERM, signal.SIGHUP):       # as Ctrl-C

@@ -523,3 +523,16 @@ def test_cost_is_relative_to_fixmatch_at_the_same_number_of_classes():
     for paper in (c.paper for c in tables.TABLES["8"]):                # ratio (rate)
         ratio, rate = paper.removesuffix(" it/s)").split(" (")
         assert float(ratio) == pytest.approx(19.6 / float(rate), abs=0.006)
+
+
+def test_missing_runs_are_those_that_results_lacks(capsys, monkeypatch):
+    """Seed 0 is there, seed 1 was judged over the second half of the run, seed 2 was never made."""
+    cell = next(c for c in tables.TABLES["5-digits"] if c.method == "attractor")
+    run = {"iters": 1000, "judged_from": 905}
+    found = {("mini", cell.name): {0: run, 1: run | {"judged_from": 500}}}
+    monkeypatch.setattr(reproduce, "read_results", lambda folder: found)
+    reproduce.main("list --table 5-digits --seeds 0 1 2 --missing".split())
+    lines = capsys.readouterr().out.splitlines()
+    seeds = [line.split("--seed ")[1][0] for line in lines if f"{cell.name}_s" in line]
+    assert seeds == ["1", "2"] and lines[-1].startswith("# 23 runs")     # of 4 rows, 2 columns
+    assert exit_of(reproduce.main, ["collect", "--missing"], capsys)[0] == 2
