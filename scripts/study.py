@@ -255,7 +255,8 @@ def written_tables(result, found):
             "gains": compared("1-digits", found, over_its_base),
             "leads": compared("1-digits", found, l2ac_over),
             "parts": compared("5-digits", found, l2ac_over_its_parts),
-            "labels": label_table("1-digits", found)}
+            "labels": label_table("1-digits", found),
+            "labels of parts": label_table("5-digits", found)}
 
 
 def main(argv=None):
