@@ -3,7 +3,7 @@
     python -m scripts.reproduce run --table attractor --seeds 0 1 2 3 4 --jobs 2
     python -m scripts.reproduce collect
     python -m scripts.study             assets/study.png, and two tables of docs/attractor.md;
-                                        differences and pseudo-labels of table 1 in docs/results.md
+                                        more of table 1 on digits in docs/results.md, after.md
 
 The loss weighs class k by pi_k of the labels plus lambda_u times the share kept_k of the unlabeled
 images that count with pseudo-label k. If the adaptive classifier fits the posterior under this
@@ -126,6 +126,7 @@ def difference_table(result):
 # Table 1: differences between methods, and their pseudo-labels
 
 TAIL = slice(-3, None)                                   # the three classes with the fewest labels
+AFTER = ("none", "la", "la_all", "la_post_hoc", "l2ac", "darp_crt", "cdmad", "adello", "acr")
 BASES = {"supervised": "Vanilla", "mixmatch": "MixMatch", "fixmatch": "FixMatch"}
 
 
@@ -187,6 +188,16 @@ def label_table(number, found):
         tail = right[:, TAIL].sum(1).mean() / unlabeled_shares(cell)[TAIL].sum()
         return (f"{100 * kept.sum(1).mean():.0f} / {100 * (right.sum(1) / kept.sum(1)).mean():.1f}"
                 f" / {100 * tail:.0f}")
+    return table_of(number, text)
+
+
+def accuracy_table(number, found, methods):
+    """bACC of some methods on FixMatch."""
+    def text(cell):
+        runs = list(collect.by_seed(cell, "mini", found).values())
+        if cell.base != "fixmatch" or cell.method not in methods or not runs:
+            return ""
+        return f"{cell_text(runs, 'bacc', '.1f')} ({len(runs)})"
     return table_of(number, text)
 
 
@@ -256,7 +267,8 @@ def written_tables(result, found):
             "leads": compared("1-digits", found, l2ac_over),
             "parts": compared("5-digits", found, l2ac_over_its_parts),
             "labels": label_table("1-digits", found),
-            "labels of parts": label_table("5-digits", found)}
+            "labels of parts": label_table("5-digits", found),
+            "after": accuracy_table("1-digits", found, AFTER)}
 
 
 def main(argv=None):
@@ -264,7 +276,7 @@ def main(argv=None):
     p.parse_args(argv)
     found = collect.read_results(collect.ROOT / "results")
     result = study(found)
-    pages = {path: finished.read_text(path) for name in ("attractor", "results")
+    pages = {path: finished.read_text(path) for name in ("attractor", "results", "after")
              for path in [collect.ROOT / "docs" / f"{name}.md"]}
     for name, text in written_tables(result, found).items():
         collect.write_table(name, text, pages)

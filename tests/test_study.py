@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from scripts import collect, study, tables
 
-PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("attractor", "results")]
+PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("attractor", "results", "after")]
 
 
 def test_effective_distribution():
