@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 import data
-from scripts import collect, drawing, finished, tables
+from scripts import collect, drawing, finished, rankings, tables
 from support import checkpoint, config
 
 METHODS = {"FixMatch": drawing.BLUE, "w/ LA, labeled rows": drawing.GREEN,
@@ -101,115 +101,14 @@ PAIRS = (("FixMatch", "Labels alone"), ("**w/ L2AC**", "FixMatch"),
          ("w/ L2AC, prior start (ours)", "w/ LA, all rows"))
 
 
-def difference(ours, theirs):
-    """Mean difference in bACC at equal seeds, ± standard error; bold beyond two of them."""
-    ours, theirs = ({run["seed"]: run["bacc"] for run in runs} for runs in (ours, theirs))
-    values = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    if len(values) < 2:
-        return ""
-    mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
-    mark = "**" if abs(mean) > 2 * error else ""
-    return f"{mark}{mean:+.1f} ± {error:.1f}{mark} ({len(values)})"
-
-
 def difference_table(result):
     titles = [f"{dataset}, {column}" for dataset, column in result]
     lines = [f"| | {' | '.join(titles)} |", "|---|" + "--:|" * len(titles)]
     for pair in PAIRS:
         names = (row.strip("*").removeprefix("w/ ").removesuffix(" (ours)") for row in pair)
-        cells = (difference(*(rows[row] for row in pair)) for rows in result.values())
+        cells = (rankings.difference(*(rows[row] for row in pair)) for rows in result.values())
         lines.append(f"| {' − '.join(names)} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-# ---------------------------------------------------------------------------------------------
-# Table 1: differences between methods, and their pseudo-labels
-
-TAIL = slice(-3, None)                                   # the three classes with the fewest labels
-AFTER = ("none", "la", "la_all", "la_post_hoc", "l2ac", "darp_crt", "cdmad", "adello", "acr")
-BASES = {"supervised": "Vanilla", "mixmatch": "MixMatch", "fixmatch": "FixMatch"}
-
-
-def table_of(number, cell_of):
-    """A Markdown table with the rows and columns of a table. cell_of: Cell -> text"""
-    cells = tables.TABLES[number]
-    columns = list(dict.fromkeys(cell.column for cell in cells))
-    lines = [f"| | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
-    for i in range(0, len(cells), len(columns)):
-        texts, row = [cell_of(cell) for cell in cells[i:i + len(columns)]], cells[i].row.strip("*")
-        if any(texts):
-            name = f"{BASES[cells[i].base]} {row}" if row.startswith("w/") else row
-            lines.append(f"| {name} | {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
-def compared(number, found, pair):
-    """Differences in bACC between rows of a table.
-
-    pair: Cell -> (row, row to be subtracted), of the cell's base and column, or None
-    """
-    def runs(cell, row):
-        base = "supervised" if row == "Vanilla" else cell.base
-        other = next(c for c in tables.TABLES[number]
-                     if (c.base, c.row, c.column) == (base, row, cell.column))
-        return collect.by_seed(other, "mini", found).values()
-
-    def text(cell):
-        rows = pair(cell)
-        return difference(*(runs(cell, row) for row in rows)) if rows else ""
-    return table_of(number, text)
-
-
-def over_its_base(cell):
-    """A method over its base, a base over the labels alone."""
-    reference = "Vanilla" if cell.row in BASES.values() else BASES[cell.base]
-    return (cell.row, reference) if cell.row != reference else None
-
-
-def l2ac_over(cell):
-    alone = cell.base == "supervised" or cell.row in ("**w/ L2AC**", *BASES.values())
-    return None if alone else ("**w/ L2AC**", cell.row)
-
-
-def l2ac_over_its_parts(cell):
-    return None if cell.row == "**L2AC**" else ("**L2AC**", cell.row)
-
-
-def label_table(number, found):
-    """The pseudo-labels of the reported evaluations, in percent: how many unlabeled images count,
-    how many of these have the right label, and how many images of the tail do both."""
-    def text(cell):
-        runs = [r["course"] for r in collect.by_seed(cell, "mini", found).values()]
-        kept, precision = (np.array([run[key][-1] for run in runs], dtype=float)
-                           for key in ("kept", "precision"))         # (seeds, K)
-        if not np.isfinite(kept).all() or not kept.size:             # labels alone; cRT's stage
-            return ""
-        right = np.nan_to_num(precision) * kept          # no precision where a class has no label
-        tail = right[:, TAIL].sum(1).mean() / unlabeled_shares(cell)[TAIL].sum()
-        return (f"{100 * kept.sum(1).mean():.0f} / {100 * (right.sum(1) / kept.sum(1)).mean():.1f}"
-                f" / {100 * tail:.0f}")
-    return table_of(number, text)
-
-
-def accuracy_table(number, found, methods):
-    """bACC of some methods on FixMatch."""
-    def text(cell):
-        runs = list(collect.by_seed(cell, "mini", found).values())
-        if cell.base != "fixmatch" or cell.method not in methods or not runs:
-            return ""
-        return f"{cell_text(runs, 'bacc', '.1f')} ({len(runs)})"
-    return table_of(number, text)
-
-
-def unlabeled_shares(cell):
-    """(K,) share of each class in the unlabeled set."""
-    flags = finished.configuration(cell.command("mini", 0))
-    counts = np.array(data.class_counts(flags["m1"], 10, flags["gamma_u"],
-                                        reverse=flags["reverse_u"]))
-    return counts / counts.sum()
-
-
-# ---------------------------------------------------------------------------------------------
 
 
 def draw(result):
@@ -263,12 +162,7 @@ def draw_bias(ax, rows, cell):
 def written_tables(result, found):
     """{name of its place in docs/: Markdown}"""
     return {"study": markdown(result), "differences": difference_table(result),
-            "gains": compared("1-digits", found, over_its_base),
-            "leads": compared("1-digits", found, l2ac_over),
-            "parts": compared("5-digits", found, l2ac_over_its_parts),
-            "labels": label_table("1-digits", found),
-            "labels of parts": label_table("5-digits", found),
-            "after": accuracy_table("1-digits", found, AFTER)}
+            **rankings.written_tables(found)}
 
 
 def main(argv=None):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from scripts import collect, study, tables
+from scripts import collect, rankings, study, tables
 
 PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("attractor", "results", "after")]
 
@@ -28,9 +28,9 @@ def test_fit(x, slope, r2):
 def test_difference_is_paired_by_seed():
     ours = [{"seed": s, "bacc": b} for s, b in ((0, 90.0), (1, 80.0), (2, 85.0))]
     theirs = [{"seed": s, "bacc": b} for s, b in ((1, 79.0), (0, 88.0), (3, 0.0))]
-    assert study.difference(ours, theirs) == "**+1.5 ± 0.5** (2)"    # 2 and 1
-    assert study.difference(theirs, ours) == "**-1.5 ± 0.5** (2)"
-    assert study.difference(ours[:1], theirs) == ""
+    assert rankings.difference(ours, theirs) == "**+1.5 ± 0.5** (2)"    # 2 and 1
+    assert rankings.difference(theirs, ours) == "**-1.5 ± 0.5** (2)"
+    assert rankings.difference(ours[:1], theirs) == ""
 
 
 def table(name):
@@ -57,11 +57,11 @@ def test_methods_are_compared_with_their_base_and_with_l2ac():
                    fixmatch_none=[{"bacc": 80.0}, {"bacc": 84.0}],
                    fixmatch_abc=[{"bacc": 81.0}, {"bacc": 84.0}],
                    fixmatch_l2ac=[{"bacc": 91.0}, {"bacc": 92.0}])
-    gains = study.compared("1-digits", found, study.over_its_base).splitlines()[2:]
+    gains = rankings.compared("1-digits", found, rankings.over_its_base).splitlines()[2:]
     assert gains == ["| FixMatch |  |  | **+11.0 ± 1.0** (2) |  |",       # 10 and 12
                      "| FixMatch w/ ABC |  |  | +0.5 ± 0.5 (2) |  |",
                      "| FixMatch w/ L2AC |  |  | **+9.5 ± 1.5** (2) |  |"]
-    leads = study.compared("1-digits", found, study.l2ac_over).splitlines()[2:]
+    leads = rankings.compared("1-digits", found, rankings.l2ac_over).splitlines()[2:]
     assert leads == ["| FixMatch w/ ABC |  |  | **+9.0 ± 1.0** (2) |  |"]
 
 
@@ -70,10 +70,11 @@ def test_pseudo_labels_by_hand():
     of the last, half of them right."""
     kept, precision = [0.05] + [0.0] * 8 + [0.02], [1.0] + [None] * 8 + [0.5]
     run = {"course": {"kept": [[0.9] * 10, kept], "precision": [[0.9] * 10, precision]}}
-    line = study.label_table("1-digits", digits("gamma_u 1", fixmatch_abc=[run])).splitlines()[-1]
+    found = digits("gamma_u 1", fixmatch_abc=[run])
+    line = rankings.label_table("1-digits", found).splitlines()[-1]
     assert line == "| FixMatch w/ ABC |  |  | 7 / 85.7 / 3 |  |"       # 0.06 of 0.07; 0.01 of 0.3
     reverse = next(c for c in tables.TABLES["1-digits"] if "--reverse_u" in c.flags)
-    assert study.unlabeled_shares(reverse)[-1] == max(study.unlabeled_shares(reverse)) > 0.15
+    assert rankings.unlabeled_shares(reverse)[-1] == max(rankings.unlabeled_shares(reverse)) > 0.15
 
 
 def test_a_cell_of_the_page_by_hand():
