@@ -131,7 +131,7 @@ def share_memory():
     """One pool of memory for all candidates, from which nothing returns to the system (glibc).
 
     Otherwise each thread has its own, and the page faults of an iteration depend on what the pool
-    has seen before: up to 5 % of the time.
+    has seen before: l2ac / bare came out between 0.94 and 1.01.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt:
