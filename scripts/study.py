@@ -2,14 +2,15 @@
 
     python -m scripts.reproduce run --table attractor --seeds 0 1 2 3 4 --jobs 2
     python -m scripts.reproduce collect
-    python -m scripts.study             assets/study.png, and two tables of docs/attractor.md;
+    python -m scripts.study             assets/study*.png, and two tables of docs/attractor.md;
                                         more of table 1 on digits in docs/results.md, after.md
 
 The loss weighs class k by pi_k of the labels plus lambda_u times the share kept_k of the unlabeled
 images that count with pseudo-label k. If the adaptive classifier fits the posterior under this
 effective distribution and the linear one that under the uniform one, then by Bayes' rule the
 attractor adds log pi_eff,k to logit k of every image, up to a constant. So what it adds is compared
-with log N_k and with log pi_eff,k: least squares over the K classes, both sides centred.
+with log N_k and with log pi_eff,k: least squares over the K classes, both sides centred. The
+figures are in study_figures.py.
 """
 import statistics
 
@@ -17,12 +18,9 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 import data
-from scripts import collect, drawing, finished, rankings, tables
+from scripts import collect, drawing, finished, rankings, study_figures, tables
+from scripts.study_figures import METHODS
 from support import checkpoint, config
-
-METHODS = {"FixMatch": drawing.BLUE, "w/ LA, labeled rows": drawing.GREEN,
-           "w/ LA, all rows": drawing.YELLOW, "w/ L2AC, vector": drawing.SKY,
-           "**w/ L2AC**": drawing.ORANGE, "w/ L2AC, prior start (ours)": drawing.PURPLE}
 
 
 def fit(added, x):
@@ -43,22 +41,31 @@ def labeled_counts(cell):
     return np.array(data.class_counts(flags["n1"], 10, flags["gamma_l"]))
 
 
+def fits(added, counts, kept):
+    """Slope and R^2 of what the attractor adds (K,) on log N_k and on log pi_eff,k; `predicted` is
+    the slope on log N_k that it has if it adds log pi_eff."""
+    log_n, log_eff = np.log(counts), np.log(effective_distribution(counts, kept))
+    (slope_n, r2_n), (slope_eff, r2_eff) = fit(added, log_n), fit(added, log_eff)
+    return {"slope_n": slope_n, "r2_n": r2_n, "slope_eff": slope_eff, "r2_eff": r2_eff,
+            "predicted": fit(log_eff, log_n)[0], "log_eff": log_eff - log_eff.mean()}
+
+
 def described(cell, result):
     """What the study says of one run; the attractor's numbers only where there is one."""
     course, counts = result["course"], labeled_counts(cell)
     numbers = {"seed": result["seed"], "bacc": result["bacc"], "gm": result["gm"]}
-    if "kept" in course and course["kept"][-1][0] is not None:
-        kept, precision = (np.array(course[key][-1], dtype=float) for key in ("kept", "precision"))
-        right = np.nansum(kept * precision) / kept.sum()
-        numbers |= {"kept": 100 * kept.sum(), "right": 100 * right,
-                    "kept_k": 100 * kept, "precision_k": 100 * precision}
+    if "kept" not in course or course["kept"][-1][0] is None:            # no unlabeled images
+        return numbers
+    kept, precision = (np.array(course[key], dtype=float) for key in ("kept", "precision"))
+    right = np.nan_to_num(precision[-1]) * kept[-1]      # no precision where a class has no label
+    numbers |= {"kept": 100 * kept[-1].sum(), "right": 100 * right.sum() / kept[-1].sum(),
+                "precision_k": 100 * precision[-1],
+                "found_k": 100 * right / rankings.unlabeled_shares(cell)}
     if "bias" in course:
-        added, pi_eff = np.array(course["bias"][-1]), effective_distribution(counts, kept)
-        numbers["slope_n"], numbers["r2_n"] = fit(added, np.log(counts))
-        numbers["slope_eff"], numbers["r2_eff"] = fit(added, np.log(pi_eff))
-        numbers |= {"varies": 100 * course["bias_varies"][-1], "bias": added,
-                    "log_eff": np.log(pi_eff) - np.log(pi_eff).mean(),
-                    "slopes": [fit(np.array(b), np.log(counts))[0] for b in course["bias"][:-1]]}
+        moments = [fits(np.array(b), counts, k) for b, k in zip(course["bias"], kept, strict=True)]
+        varies = 100 * np.array(course["bias_varies"])
+        numbers |= moments[-1] | {"bias": np.array(course["bias"][-1]), "varies": varies[-1],
+                                  "tenths": moments[:-1], "varies_tenths": varies[:-1]}
     return numbers
 
 
@@ -111,54 +118,6 @@ def difference_table(result):
     return "\n".join(lines)
 
 
-def draw(result):
-    """For each setting of the digits: bACC of the methods, and what the attractor adds by class."""
-    settings = [key for key in result if key[0] == "digits"]
-    figure, axes = plt.subplots(2, len(settings), figsize=(drawing.WIDTH, 5.2), sharey="row")
-    for (above, below), key in zip(axes.T, settings, strict=True):
-        rows = result[key]
-        for i, (row, colour) in enumerate(METHODS.items()):
-            values = [run["bacc"] for run in rows[row]]
-            above.plot([i] * len(values), values, ".", color=colour, alpha=0.5)
-            if values:
-                above.plot(i, np.mean(values), "_", color=colour, markersize=16, markeredgewidth=3)
-        for row, style in (("Labels alone", ":"), ("All true labels", "--")):
-            values = [run["bacc"] for run in rows[row]]
-            if values:
-                above.axhline(np.mean(values), color="grey", linestyle=style, linewidth=1,
-                              label=row)
-        above.set(title=key[1], xticks=[], xlim=(-0.7, len(METHODS) - 0.3))
-        draw_bias(below, rows, next(c for c in tables.TABLES["attractor"]
-                                    if (c.dataset, c.column) == key))
-    axes[0, 0].set_ylabel("bACC: seeds, mean")
-    axes[1, 0].set_ylabel("added to a logit")
-    handles = [plt.Line2D([], [], color=c, marker="_", linestyle="", markersize=12,
-                          markeredgewidth=3, label=row.strip("*").removeprefix("w/ "))
-               for row, c in METHODS.items()]
-    lines, labels = axes[0, 0].get_legend_handles_labels()
-    below_lines, below_labels = axes[1, 0].get_legend_handles_labels()
-    figure.legend([*handles, *lines, *below_lines],
-                  [*(h.get_label() for h in handles), *labels, *below_labels],
-                  loc="outside lower center", ncols=4)
-    return figure
-
-
-def draw_bias(ax, rows, cell):
-    """What the attractors add at the end, beside the two distributions it could follow."""
-    counts = labeled_counts(cell)
-    ax.axhline(0, color="black", linewidth=0.6)
-    ax.plot(np.log(counts) - np.log(counts).mean(), "--", color="black", linewidth=1,
-            label=r"$\ln N_k$, centred")
-    for row in ("**w/ L2AC**", "w/ L2AC, prior start (ours)", "w/ L2AC, vector"):
-        if not rows[row]:
-            continue
-        ax.plot(np.mean([run["bias"] for run in rows[row]], axis=0), ".-", color=METHODS[row])
-        if row == "**w/ L2AC**":
-            ax.plot(np.mean([run["log_eff"] for run in rows[row]], axis=0), color="grey",
-                    linewidth=3, alpha=0.5, label=r"$\ln \pi_{eff,k}$ of L2AC, centred")
-    ax.set(xlabel="class", xticks=range(0, 10, 3))
-
-
 def written_tables(result, found):
     """{name of its place in docs/: Markdown}"""
     return {"study": markdown(result), "differences": difference_table(result),
@@ -176,9 +135,13 @@ def main(argv=None):
         collect.write_table(name, text, pages)
     for path, text in pages.items():
         checkpoint.write(path, text.encode())
+    counts = {(cell.dataset, cell.column): labeled_counts(cell)
+              for cell in tables.TABLES["attractor"]}
     with plt.rc_context(drawing.STYLE):
-        draw(result).savefig(collect.ROOT / "assets" / "study.png")
-    print(f"{', '.join(map(str, pages))} and assets/study.png written")
+        for name, figure in study_figures.draw(result, counts).items():
+            figure.savefig(collect.ROOT / "assets" / f"{name}.png")
+            plt.close(figure)
+    print(f"{', '.join(map(str, pages))} and assets/study*.png written")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,28 @@ def test_fit(x, slope, r2):
     assert np.polyfit(x, added + 7, 1)[0] == pytest.approx(slope, abs=5e-5)      # any constant
 
 
+def test_predicted_slope():
+    """If the attractor adds log pi_eff, this is its slope on log N_k; the counts are those above."""
+    counts, kept = np.array([70, 20, 10]), np.array([30, 10, 5]) / 64
+    log_eff = np.log(study.effective_distribution(counts, kept))
+    numbers = study.fits(log_eff, counts, kept)
+    assert numbers["predicted"] == pytest.approx(np.polyfit(np.log(counts), log_eff, 1)[0])
+    assert numbers["slope_n"] == pytest.approx(numbers["predicted"])
+    assert (numbers["slope_eff"], numbers["r2_eff"]) == pytest.approx((1, 1))
+
+
+def test_pseudo_labels_by_class():
+    """A class of 100 among 1,000 unlabeled images: 8 % of all count with its label, 3 of 4 of these
+    are right, so 60 % of its images are found. A class without a label finds none."""
+    cell = next(c for c in tables.TABLES["attractor"]
+                if (c.dataset, c.column, c.row) == ("digits", "gamma_u 1", "FixMatch"))
+    kept, precision = [0.08] + [0.0] * 9, [0.75] + [float("nan")] * 9
+    numbers = study.described(cell, {"seed": 0, "bacc": 0, "gm": 0, "course": {
+        "kept": [kept] * 11, "precision": [precision] * 11}})
+    assert numbers["found_k"] == pytest.approx([60] + [0] * 9)
+    assert (numbers["kept"], numbers["right"]) == pytest.approx((8, 75))
+
+
 def test_difference_is_paired_by_seed():
     ours = [{"seed": s, "bacc": b} for s, b in ((0, 90.0), (1, 80.0), (2, 85.0))]
     theirs = [{"seed": s, "bacc": b} for s, b in ((1, 79.0), (0, 88.0), (3, 0.0))]
