@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 # before torch, see support/__init__.py
-from support import UserError, checkpoint, checks, config, readers, report  # isort: skip
+from support import UserError, checkpoint, checks, cli, readers, report  # isort: skip
 
 import numpy as np
 import torch
@@ -162,7 +162,7 @@ def load_run(folder, device="cpu"):
     if state is None:
         raise UserError(f"{folder} holds no run (there is no last.pt); name a folder that a "
                         f"training script wrote")
-    cfg = Namespace(**check_flags(state, folder))
+    cfg = Namespace(**checks.saved_flags(state, folder, METHODS))
     num_classes = len(cfg.dataset_info["names"])
     model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
     predict, judged, attractor = model, state["history"], None
@@ -178,23 +178,6 @@ def load_run(folder, device="cpu"):
     model.to(device, memory_format=torch.channels_last).eval()
     return FinishedRun(folder, cfg, state["history"], judged, model,
                        checks.finite(predict, folder), attractor, device)
-
-
-def check_flags(state, folder):
-    """The configuration in a checkpoint, after a check by the flags of the script that wrote it."""
-    saved, base, method = state["config"], *map(state["config"].get, ("base", "method"))
-    if "method" not in state:                         # a run of a tutorial
-        groups = [config.l2ac_flags, config.BASE_FLAGS.get(base)]
-    elif method in METHODS.get(base, ()):
-        groups = [config.BASE_FLAGS[base], METHODS[base][method].flags]
-    else:
-        raise UserError(f"{folder}: --method {method} is not in baselines/methods.py, which says "
-                        f"how its network predicts; add it there")
-    wrong = checks.wrong_flag(saved, config.parser("", *groups)) if groups[-1] else "--base"
-    if wrong:
-        raise UserError(f"{folder}: {wrong} in its checkpoint is missing or has an impossible "
-                        f"value; it is damaged or of another version, use that one or train again")
-    return saved
 
 
 class FinishedRun:
@@ -314,7 +297,7 @@ def predict_pictures(run, path, out):
 
 
 def main(argv=None):
-    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
+    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
     add = p.add_argument
     add("runs", nargs="+", help="run folders; seeds of one setting are averaged in one column")
     add("--unfinished", action="store_true", help="average seeds that are not finished, too")
@@ -324,8 +307,8 @@ def main(argv=None):
     add("--markdown", action="store_true", help="the table in Markdown")
     add("--test", choices=("longtail", "reversed", "random"),
         help="the last checkpoints on an imbalanced test set")
-    add("--gamma_t", type=config.number(float, 1), help="its imbalance (default: 10)")
-    add("--seed", type=config.number(int, 0), help="which images are in it (default: 0)")
+    add("--gamma_t", type=cli.number(float, 1), help="its imbalance (default: 10)")
+    add("--seed", type=cli.number(int, 0), help="which images are in it (default: 0)")
     add("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz file with "
         "images x: a label and its probability for each")
     add("--csv", metavar="FILE", help="write the table to a file as well; with --predict the "
@@ -354,4 +337,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)

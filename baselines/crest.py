@@ -19,7 +19,7 @@ import torch
 import data
 import models
 from baselines import Method
-from support import UserError, config
+from support import UserError, cli, config
 from support.augment import to_device
 from support.distributed import all_gather, broadcast_from_rank0
 
@@ -57,7 +57,7 @@ class CReST(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("CReST").add_argument
-        add("--crest_generations", type=config.number(int, 1, 1000), default=5,
+        add("--crest_generations", type=cli.number(int, 1, 1000), default=5,
             help="equal parts of the run (default: 5)")
         add("--crest_anyway", action="store_true",
             help="go on although gamma_l and gamma_u differ")

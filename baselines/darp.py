@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import data
 import models
 from baselines import Method, row_lookup
-from support import config
+from support import cli, config
 from support.augment import to_device, weak
 from support.distributed import all_gather, broadcast_from_rank0
 
@@ -144,13 +144,13 @@ class DARP(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("DARP").add_argument
-        add("--darp_warm", type=config.number(float, 0, 1), default=0.4,
+        add("--darp_warm", type=cli.number(float, 0, 1), default=0.4,
             help="share of the run before labels are refined (default: 0.4)")
-        add("--darp_period", type=config.number(int, 1), help="iterations between refinements "
+        add("--darp_period", type=cli.number(int, 1), help="iterations between refinements "
             "(default: 10 on digits, cifar10 and synthetic, else 100)")
-        add("--darp_outer", type=config.number(int, 1), help="alternations in one refinement "
+        add("--darp_outer", type=cli.number(int, 1), help="alternations in one refinement "
             "(default: 10 on digits, cifar10 and synthetic, else 20)")
-        add("--darp_delta", type=config.number(float, 1), default=2.0,
+        add("--darp_delta", type=cli.number(float, 1), default=2.0,
             help="rows kept per class, in units of its target count (default: 2)")
         add("--darp_estimate", action="store_true", help="estimate the unlabeled distribution "
             "instead of taking the labeled one")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from baselines import Method
-from support import config
+from support import cli, config
 from support.distributed import all_gather
 
 TEMPERATURE, QUEUE = 0.05, 256
@@ -43,9 +43,9 @@ class DASO(Method):
     @staticmethod
     def flags(p):
         add = p.add_argument_group("DASO").add_argument
-        add("--daso_td", type=config.number(float, 0.01), help="T_d (default: 1.5 on digits, "
+        add("--daso_td", type=cli.number(float, 0.01), help="T_d (default: 1.5 on digits, "
             "cifar10 and synthetic where gamma_l = gamma_u, else 0.3)")
-        add("--daso_start", type=config.number(float, 0, 1), default=0.02,
+        add("--daso_start", type=cli.number(float, 0, 1), default=0.02,
             help="share of the run before blending starts (default: 0.02)")
 
     @staticmethod

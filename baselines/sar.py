@@ -15,7 +15,7 @@ import torch
 
 from baselines import Method, row_lookup
 from baselines.supervised import effective_number_weights
-from support import config
+from support import cli
 from support.augment import to_device
 from support.distributed import all_gather
 
@@ -31,7 +31,7 @@ class SaR(Method):
     @staticmethod
     def flags(p):
         p.add_argument_group("SaR").add_argument(
-            "--sar_start", type=config.number(float, 0, 1), default=0.0,
+            "--sar_start", type=cli.number(float, 0, 1), default=0.0,
             help="share of the run during which v stays 1 (default: 0)")
 
     def __init__(self, ctx):

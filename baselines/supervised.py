@@ -15,7 +15,7 @@ from torch import nn
 
 import data
 from baselines import Method
-from support import UserError, config
+from support import UserError, cli
 from support.distributed import mean_over_ranks
 
 
@@ -132,7 +132,7 @@ class CRT(Method):
 
     @staticmethod
     def flags(p):
-        p.add_argument("--crt_iters", type=config.number(int, 1), help="iterations of the second "
+        p.add_argument("--crt_iters", type=cli.number(int, 1), help="iterations of the second "
                        "stage, after the --iters of the first (default: 20 x eval_every, "
                        "at most half of --iters)")
 

@@ -9,15 +9,11 @@
                                             images per second: strong_per_s, pil_per_s;
                                             operations: ops_*; peak memory in MB: memory_*
 
-The iterations are those of train_fixmatch.py itself, on synthetic images. The candidates advance in
-turn, one iteration each, and a ratio is the median over these rounds of the ratio within a round,
-so that what slows the machine down for a while slows both sides of it. On a CPU a second is one of
-the thread's own (time.thread_time): time in which another program had the core does not count. On a
-GPU it is one by the clock, with torch.cuda.synchronize before both readings.
+The iterations are those of train_fixmatch.py itself, on synthetic images. The candidates take turns
+(scripts/timing.py); a ratio is the median over the rounds of the ratio within a round.
 """
 import argparse
 import contextlib
-import ctypes
 import io
 import itertools
 import json
@@ -26,8 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +38,8 @@ from baselines import darp
 from baselines import train as baselines
 from baselines.methods import METHODS
 from scripts import full_unroll
-from support import augment, config
+from scripts.timing import by_round, repeated, share_memory, spread, take_turns
+from support import augment, cli
 
 RATIOS = (("l2ac", "none"), ("l2ac", "bare"), ("full_unroll", "none"))
 MAINS = {"none": train_fixmatch.main, "l2ac": train_fixmatch.main, "full_unroll": full_unroll.main}
@@ -73,80 +68,6 @@ def training(args, method, iters, more=()):
         with tempfile.TemporaryDirectory() as out, contextlib.suppress(Enough):
             main([*training_flags(args, method, iters, out), *more], stop_in_time)
     return run
-
-
-def repeated(function, times):
-    """A function of on_step that calls `function`."""
-    def run(on_step):
-        for _ in range(times):
-            function()
-            on_step()
-    return run
-
-
-def clock(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.thread_time()
-
-
-class Candidate(threading.Thread):
-    """A training loop in a thread of its own, which waits at the end of every iteration."""
-
-    def __init__(self, run, device):
-        super().__init__(daemon=True)
-        self.work, self.device, self.times = run, device, []
-        self.finished, self.error = False, None
-        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
-        self.start()
-
-    def run(self):
-        try:
-            self.wait()
-            self.work(self.on_step)
-        except BaseException as error:                   # for the main thread to raise
-            self.error = error
-        self.finished = True
-        self.done.release()
-
-    def wait(self):
-        self.go.acquire()
-        self.began = clock(self.device)
-
-    def on_step(self):
-        self.times.append(clock(self.device) - self.began)
-        self.done.release()
-        self.wait()
-
-    def advance(self):
-        """Let it make one iteration, or end."""
-        self.go.release()
-        self.done.acquire()
-        if self.error:
-            raise self.error
-
-
-def share_memory():
-    """One pool of memory for all candidates, from which nothing returns to the system (glibc).
-
-    Otherwise each thread has its own, and the page faults of an iteration depend on what the pool
-    has seen before: l2ac / bare came out between 0.94 and 1.01.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt:
-        for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1)):    # ARENA_MAX, MMAP_MAX, TRIM
-            mallopt(option, value)
-
-
-def take_turns(runs, device):
-    """{name: seconds of each iteration but the first}. runs: {name: function of on_step}"""
-    with contextlib.redirect_stdout(io.StringIO()):
-        candidates = {name: Candidate(run, device) for name, run in runs.items()}
-        while running := [c for c in candidates.values() if not c.finished]:
-            for candidate in running:
-                candidate.advance()
-    return {name: c.times[1:] for name, c in candidates.items()}
 
 
 class OperationCounter(TorchDispatchMode):
@@ -320,23 +241,12 @@ def cost_table(args, r):
     return "\n".join(lines)
 
 
-def by_round(times, others):
-    """The ratios of two candidates' times, round by round; one may have made fewer of them."""
-    return [a / b for a, b in zip(times, others, strict=False)]
-
-
-def spread(values):
-    """The median distance from the median, relative to it."""
-    middle = statistics.median(values)
-    return statistics.median(abs(v - middle) for v in values) / middle
-
-
 def main(argv=None):
-    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
+    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
     p.add_argument("--model", default="wrn-28-2")
-    p.add_argument("--batch_size", type=config.number(int, 2), default=64)
-    p.add_argument("--image_size", type=config.number(int, 8, 1024), default=32)
-    p.add_argument("--iters", type=config.number(int, 1), default=20,
+    p.add_argument("--batch_size", type=cli.number(int, 2), default=64)
+    p.add_argument("--image_size", type=cli.number(int, 8, 1024), default=32)
+    p.add_argument("--iters", type=cli.number(int, 1), default=20,
                    help="iterations of every candidate (default: 20)")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--rivals", action="store_true",
@@ -363,4 +273,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 import train_fixmatch
-from support import config, readers
+from support import cli, readers
 
 
 def generate(folder, count, side):
@@ -78,13 +78,13 @@ def measure_folder(args, count, scratch):
 
 
 def main(argv=None):
-    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
-    p.add_argument("--counts", type=config.number(int, 100), nargs="+", default=[2000, 20000])
-    p.add_argument("--side", type=config.number(int, 8), default=64, help="of a picture on file")
+    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
+    p.add_argument("--counts", type=cli.number(int, 100), nargs="+", default=[2000, 20000])
+    p.add_argument("--side", type=cli.number(int, 8), default=64, help="of a picture on file")
     p.add_argument("--model", default="wrn-16-2")
-    p.add_argument("--batch_size", type=config.number(int, 2), default=64)
-    p.add_argument("--image_size", type=config.number(int, 8, 1024), default=32)
-    p.add_argument("--iters", type=config.number(int, 3), default=15)
+    p.add_argument("--batch_size", type=cli.number(int, 2), default=64)
+    p.add_argument("--image_size", type=cli.number(int, 8, 1024), default=32)
+    p.add_argument("--iters", type=cli.number(int, 3), default=15)
     p.add_argument("--json", action="store_true")
     p.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
@@ -104,4 +104,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)

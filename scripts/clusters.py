@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from scripts import collect, finished, study
-from support import checkpoint, config
+from support import checkpoint, cli, config
 
 NOTEBOOK, RESULTS = "docs/tutorial.ipynb", "results/clusters.json"
 SEEDS = range(5)
@@ -97,7 +97,7 @@ def write_page(root):
 
 
 def main(argv=None):
-    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
+    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
     p.add_argument("--table", action="store_true", help="train nothing, write the table only")
     if not p.parse_args(argv).table:
         notebook = SimpleNamespace(**execute(sources(collect.ROOT, "definitions")))
@@ -106,4 +106,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)

@@ -19,7 +19,7 @@ import data
 import evaluate
 from scripts import drawing
 from scripts.training_figures import attractor, bias, curves, log_counts, losses, with_attractor
-from support import UserError, augment, checkpoint, config, report
+from support import UserError, augment, checkpoint, cli, report
 
 # ---------------------------------------------------------------------------------------------
 # data
@@ -297,7 +297,7 @@ def draw(name, groups, path):
 
 
 def main(argv=None):
-    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
+    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
     p.add_argument("runs", nargs="+", help="run folders")
     p.add_argument("--out", required=True, help="folder for the figures")
     p.add_argument("--format", choices=("png", "pdf", "svg"), default="png")
@@ -320,4 +320,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)

@@ -25,7 +25,7 @@ import torch
 from scripts import finished, tables
 from scripts.collect import ROOT, by_seed, collect, cost, in_last_tenth, read_results
 from scripts.tables import BENCH, SCALES, test_set_file
-from support import UserError, checkpoint, config
+from support import UserError, checkpoint, cli
 
 try:
     import fcntl
@@ -270,15 +270,15 @@ def run_once(part, workers, pool):
 
 
 def main(argv=None):
-    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
+    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
     add = p.add_argument
     add("action", choices=("list", "run", "collect"))
     names = tuple(tables.TABLES)
     add("--table", nargs="+", choices=names, metavar="N",
         help=f"{', '.join(names)} (default: all)")
     add("--scale", choices=SCALES, help="(default: mini)")
-    add("--seeds", nargs="+", type=config.number(int, 0, 2**31), help="(default: 0)")
-    add("--jobs", type=config.number(int, 1, 1024), help="of `run`: jobs at a time (default: 1)")
+    add("--seeds", nargs="+", type=cli.number(int, 0, 2**31), help="(default: 0)")
+    add("--jobs", type=cli.number(int, 1, 1024), help="of `run`: jobs at a time (default: 1)")
     add("--missing", action="store_true", default=None, help="only runs that results/ lacks")
     add("--runs", help="folder of the run folders (default: runs)")
     args = p.parse_args(argv)
@@ -309,4 +309,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)

@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 import data
 from scripts import collect, drawing, finished, rankings, study_figures, tables
 from scripts.study_figures import METHODS
-from support import checkpoint, config
+from support import checkpoint, cli
 
 
 def fit(added, x):
@@ -125,7 +125,7 @@ def written_tables(result, found):
 
 
 def main(argv=None):
-    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
+    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
     p.parse_args(argv)
     found = collect.read_results(collect.ROOT / "results")
     result = study(found)
@@ -145,4 +145,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)

@@ -1,7 +1,7 @@
 """The figures of docs/attractor.md, from the numbers of scripts/study.py.
 
-A column is a setting. `result` is {(dataset, column): {row: [numbers of each seed]}}, as study.study
-returns it.
+A column of a figure is a setting. `result` is what study.study returns: {(dataset, column): {row:
+[numbers of each seed]}}.
 """
 import numpy as np
 from matplotlib import pyplot as plt

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from support import config
+from support import cli, config
 
 CLOCKS = {"seconds", "it_per_s", "sec_per_iter", "peak_memory_mb"}
 RUN = ("--dataset synthetic --image_size 8 --model wrn-10-2 --batch_size 8 --iters 120 "
@@ -141,11 +141,11 @@ def torture(args, folder, output):
 
 
 def main(argv=None):
-    p = config.Parser(description=config.title(__doc__), allow_abbrev=False)
-    p.add_argument("--kills", type=config.number(int, 1), default=20)
+    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
+    p.add_argument("--kills", type=cli.number(int, 1), default=20)
     p.add_argument("--script", choices=tuple(MORE), default="train_fixmatch")
-    p.add_argument("--processes", type=config.number(int, 1, 8), default=1)
-    p.add_argument("--seed", type=config.number(int, 0), default=0, help="of the moments")
+    p.add_argument("--processes", type=cli.number(int, 1, 8), default=1)
+    p.add_argument("--seed", type=cli.number(int, 0), default=0, help="of the moments")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         output = open(Path(folder) / "output.txt", "w+b")
@@ -157,4 +157,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)

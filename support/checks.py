@@ -1,17 +1,37 @@
 """The one place that checks what a checkpoint holds: it may be damaged, or a stranger's.
 
-`flaw` looks at everything but the tensors, `wrong_flag` at the values of the flags, `checked` holds
-every tensor against the fresh one whose place it is to take. No files.
+`flaw` looks at everything but the tensors, `saved_flags` at the values of the flags, `checked`
+holds every tensor against the fresh one whose place it is to take. No files.
 """
 import argparse
 import math
 
 import torch
 
-from support import UserError
+from support import UserError, config
 
 CONTENTS = {"step": int, "config": dict, "history": list, "model": dict, "ema": dict}   # of last.pt
 MAY_BE_NONE = ("gamma_l", "gamma_u", "n1", "m1", "beta", "ratio", "image_size")
+
+
+def saved_flags(state, folder, methods):
+    """The configuration in a checkpoint, after a check by the flags of the script that wrote it.
+
+    methods: {base: {name: class}} of baselines/
+    """
+    saved, base, method = state["config"], *map(state["config"].get, ("base", "method"))
+    if "method" not in state:                         # a run of a tutorial
+        groups = [config.l2ac_flags, config.BASE_FLAGS.get(base)]
+    elif method in methods.get(base, ()):
+        groups = [config.BASE_FLAGS[base], methods[base][method].flags]
+    else:
+        raise UserError(f"{folder}: --method {method} is not in baselines/methods.py, which says "
+                        f"how its network predicts; add it there")
+    wrong = wrong_flag(saved, config.parser("", *groups)) if groups[-1] else "--base"
+    if wrong:
+        raise UserError(f"{folder}: {wrong} in its checkpoint is missing or has an impossible "
+                        f"value; it is damaged or of another version, use that one or train again")
+    return saved
 
 
 def wrong_flag(saved, parser):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from support import UserError, checkpoint, config, distributed
+from support import UserError, checkpoint, cli, config, distributed
 from support.averages import Averages
 from support.health import Health, NaNGuard
 from support.screen import Progress, print_start
@@ -179,7 +179,7 @@ class Run:
 def launch(main):
     """Run a training script: Ctrl-C and SIGTERM save, user errors become one sentence."""
     stop_signal.listen()
-    config.exit_cleanly(main)
+    cli.exit_cleanly(main)
 
 
 class StopSignal:

@@ -10,7 +10,7 @@ import torch
 import data
 import train_fixmatch
 from baselines import train as baselines
-from support import config, shapes
+from support import cli, shapes
 from support import run as run_module
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +102,7 @@ def files(folder):
 def exit_of(main, argv, capsys):
     """(exit code, stderr) of a script called with argv."""
     with pytest.raises(SystemExit) as end:
-        config.exit_cleanly(lambda: main(argv))
+        cli.exit_cleanly(lambda: main(argv))
     return end.value.code, capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import bench, bench_loader
+from scripts import bench, bench_loader, timing
 
 QUICK = "--model wrn-10-1 --batch_size 4 --image_size 8 --iters 2"
 METHODS = ("none darp crest crest+ abc sar daso la_all la la_post_hoc darp_crt cdmad flexda adello "
@@ -43,22 +43,22 @@ def test_cost_table():
 
 def test_candidates_take_turns_and_the_first_iteration_is_left_out():
     seen = []
-    runs = {name: bench.repeated(partial(seen.append, name), n) for name, n in zip("abc", (3, 1, 2),
-                                                                                   strict=True)}
-    times = bench.take_turns(runs, "cpu")
+    runs = {name: timing.repeated(partial(seen.append, name), n)
+            for name, n in zip("abc", (3, 1, 2), strict=True)}
+    times = timing.take_turns(runs, "cpu")
     assert "".join(seen) == "abc" "ac" "a"
     assert {name: len(t) for name, t in times.items()} == {"a": 2, "b": 0, "c": 1}
     with pytest.raises(ZeroDivisionError):
-        bench.take_turns({"a": bench.repeated(lambda: 1 / 0, 2)}, "cpu")
+        timing.take_turns({"a": timing.repeated(lambda: 1 / 0, 2)}, "cpu")
 
 
 def test_a_ratio_is_taken_within_a_round():
     """A machine that becomes twice as slow halfway does not change it."""
-    assert bench.by_round([2, 4, 4], [1, 2, 2, 9]) == [2, 2, 2]
+    assert timing.by_round([2, 4, 4], [1, 2, 2, 9]) == [2, 2, 2]
 
 
 def test_spread():
-    assert bench.spread([10, 11, 12, 9, 30]) == pytest.approx(1 / 11)      # distances 1 0 1 2 19
+    assert timing.spread([10, 11, 12, 9, 30]) == pytest.approx(1 / 11)      # distances 1 0 1 2 19
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch._dynamo.exc as dynamo
 from conftest import ROOT, TINY, exit_of
 
 from baselines import train as baselines
-from support import UserError, config
+from support import UserError, cli, config
 
 
 def read(text="", base="fixmatch"):
@@ -80,11 +80,11 @@ def test_help_names_every_default_table(capsys):
     (float, 0, math.inf, "inf"), (float, 0, math.inf, "-1"), (int, 0, 5, "x"), (float, 0, 1, "")])
 def test_numbers_that_are_refused(kind, low, high, text):
     with pytest.raises((ValueError, argparse.ArgumentTypeError)):
-        config.number(kind, low, high)(text)
+        cli.number(kind, low, high)(text)
 
 
 def test_a_word_in_place_of_a_number():
-    parse = config.number(float, 0, 30, "random")
+    parse = cli.number(float, 0, 30, "random")
     assert parse("random") == "random" and parse("4") == 4.0
     with pytest.raises(ValueError):
         parse("hard")
@@ -198,9 +198,9 @@ def test_memory_that_cannot_be_had(capsys):
         assert code == 2 and err.count("\n") == 1 and "too little memory" in err
 
 
-PRINTS = ("import sys\nfrom support import config\n"
+PRINTS = ("import sys\nfrom support import cli\n"
           "def main():\n    print('Stra\\u00dfe \\udcff', len(sys.stdout.isatty() * 'x'))\n"
-          "config.exit_cleanly(main)")
+          "cli.exit_cleanly(main)")
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_every_program_without_docstrings():
 
 
 def test_title_of_a_module_without_docstring():
-    assert config.title(None) == "" and config.title("a b\n\nc") == "a b"
+    assert cli.title(None) == "" and cli.title("a b\n\nc") == "a b"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from worker import run, run_all
 import data
 import models
 import train_fixmatch
-from support import config, distributed
+from support import cli, distributed
 from support.checkpoint import write
 
 TINY = "--dataset synthetic --image_size 8 --batch_size 8 --threads 1 --device cpu".split()
@@ -129,7 +129,7 @@ def run_as_rank(rank, port, function, errors):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                    "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with open(f"{errors}.{rank}", "w") as sys.stderr:
-        config.exit_cleanly(lambda: function(rank))
+        cli.exit_cleanly(lambda: function(rank))
 
 
 def fork_two(jobs, errors):

@@ -26,7 +26,7 @@ def test_fit(x, slope, r2):
 
 
 def test_predicted_slope():
-    """If the attractor adds log pi_eff, this is its slope on log N_k; the counts are those above."""
+    """Of an attractor that adds log pi_eff, on log N_k; counts as above."""
     counts, kept = np.array([70, 20, 10]), np.array([30, 10, 5]) / 64
     log_eff = np.log(study.effective_distribution(counts, kept))
     numbers = study.fits(log_eff, counts, kept)

@@ -23,7 +23,7 @@ import data
 import models
 from attractor import build_attractor
 from baselines import Method, supervised
-from support import augment, config, distributed
+from support import augment, cli, distributed
 from support import run as run_module
 
 
@@ -118,4 +118,4 @@ def run_all(jobs):
 
 
 if __name__ == "__main__":
-    config.exit_cleanly(lambda: run_all(json.loads(Path(sys.argv[1]).read_text())))
+    cli.exit_cleanly(lambda: run_all(json.loads(Path(sys.argv[1]).read_text())))
