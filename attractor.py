@@ -24,8 +24,8 @@ class BiasAttractor(nn.Sequential):
     Detached, because the attractor reads the prediction, but theta and phi must not be trained
     through what it reads. That is also why the omega step is cheap: l^ depends on phi through the
     identity path alone.
-    The input is scaled (softmax for 10 classes, L2 norm for 100 and more, as in the paper), so that
-    its size does not drift while the logits grow.
+    The input is scaled (--attractor_input: softmax, or the L2 norm, which the paper takes for
+    CIFAR-100 and SUN397), so that its size does not drift while the logits grow.
     """
 
     def __init__(self, num_classes, hidden=256, norm="softmax"):

@@ -11,8 +11,9 @@
     omega      <- omega - eta dL_bal/domega               through phi', a second derivative Eq. 6
 
 `reference_gradient` writes this down as it stands and lets autograd differentiate twice.
-`omega_gradient` gets the same numbers from first derivatives. The attractor's input is detached,
-so l^ depends on phi through l = W z + b only, and with r_i = dL/dl^_i the lower gradient is
+`omega_gradient` gets the same numbers with a second derivative with respect to the logits only. The
+attractor's input is detached, so l^ depends on phi through l = W z + b only, and with r_i =
+dL/dl^_i the lower gradient is
 
     g_W = sum_i r_i z_i^T        g_b = sum_i r_i          linear in r.
 
@@ -44,7 +45,7 @@ class InnerStep(NamedTuple):
     kind: str              # "adam": the update Adam really makes; "sgd": Eq. 4 to the letter
 
 
-def remember(params, optimizer, t, kind="adam"):
+def snapshot(params, optimizer, t, kind="adam"):
     """An InnerStep of each parameter, copied from the optimizer before it steps."""
     group, steps = optimizer.param_groups[0], []
     if group["weight_decay"] or group["amsgrad"]:
@@ -86,7 +87,7 @@ def omega_step(attractor, optimizer, *args):
 
 
 def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b, mean_over_ranks=list):
-    """(L_bal, [dL_bal/domega]) from first derivatives.
+    """(L_bal, [dL_bal/domega]): no second derivative with respect to theta or phi.
 
     lower_loss  function of l^ (N, K) -> (L, ...), where L is the scalar loss of Eq. 3
     logits, z   (N, K), (N, D) of the rows of L;   z_b, y_b  (M, D), (M,) of the balanced batch

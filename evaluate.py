@@ -207,7 +207,7 @@ class FinishedRun:
     def test_scores(self):
         return scores(self.predict, self.dataset.test_images, self.normalise)         # (T, K)
 
-    def of_training(self, network, index):
+    def on_training_images(self, network, index):
         """What `network` makes of training images, seen without augmentation. (N,) -> (N, ..)"""
         chunks = np.array_split(index, -(-len(index) // 500))      # they may be many, or on file
         return torch.cat([scores(network, self.dataset.take(i)[0], self.normalise)
@@ -245,7 +245,7 @@ class FinishedRun:
                             f"known, so nothing can be said of pseudo-labels")
         labels = torch.from_numpy(self.dataset.labels[index]).to(self.device)         # (U,)
         tau = getattr(self.cfg, "tau", 0)             # MixMatch has none: every guess counts
-        return pseudo_labels(self.of_training(self.predict, index), labels, tau)
+        return pseudo_labels(self.on_training_images(self.predict, index), labels, tau)
 
     def numbers(self, pseudo=False):
         return ({"mean_of_last": self.reported, "last": self.last}

@@ -26,7 +26,7 @@ import data
 import evaluate
 import models
 from attractor import build_attractor
-from bilevel import omega_step, remember
+from bilevel import omega_step, snapshot
 from support.augment import Normalise, strong, weak
 from support.run import Run, launch
 
@@ -113,7 +113,7 @@ def main(argv=None, on_step=None):
                              lambda_u=cfg.lambda_u)                            # of l^, Eq. 3
 
         if omega_turn:
-            inner = remember(model.classifier.parameters(), optimizer, step + 1, cfg.inner)
+            inner = snapshot(model.classifier.parameters(), optimizer, step + 1, cfg.inner)
             if cfg.omega_order == "before":                   # the released code's order
                 loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
 

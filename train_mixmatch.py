@@ -1,6 +1,6 @@
 """MixMatch + L2AC: the same sections in the same order as train_fixmatch.py; diff the two.
 
-    python train_mixmatch.py                                   real digits, CPU, two minutes
+    python train_mixmatch.py                                   real digits, CPU, about a minute
     python train_mixmatch.py --method none                     the same with plain MixMatch
     python train_mixmatch.py --dataset cifar10 --gamma_l 100 --gamma_u 1       the paper's run
 
@@ -22,7 +22,7 @@ import data
 import evaluate
 import models
 from attractor import build_attractor
-from bilevel import omega_step, remember
+from bilevel import omega_step, snapshot
 from support.augment import Normalise, to_device, weak
 from support.run import Run, launch
 
@@ -131,7 +131,7 @@ def main(argv=None, on_step=None):
                              lambda_u=lambda_u)                                # of l^, Eq. 3
 
         if omega_turn:
-            inner = remember(model.classifier.parameters(), optimizer, step + 1, cfg.inner)
+            inner = snapshot(model.classifier.parameters(), optimizer, step + 1, cfg.inner)
             if cfg.omega_order == "before":                   # the released code's order
                 loss_bal, omega_norm = upper_level(lower_loss, logits, z, inner, x_b, y_b)
 

@@ -2,7 +2,7 @@
 unlabeled images to a nearly uniform one.
 
     Q                                            running mean of p(weak view), starts uniform
-    Q_a ~ Q^alpha                                alpha = 1 - 0.9 (t/T)^2
+    Q_a ~ Q^alpha                                alpha = 1 - 0.9 s^2, s: share of the run
     H(y, l + log(pi / Q_a))                      labeled rows; pi_k = N_k / sum N
     [p >= tau] H(argmax p, l + log(Q / Q_a))     unlabeled rows
     adello adds L_c: of images below tau and after 19 % of the run,
@@ -27,7 +27,7 @@ WARM, TINY = 50_000 / 262_144, 1e-9
 
 
 def shifts(pi, Q, share):
-    """log(pi / Q_a) and log(Q / Q_a): (K,) each, from pi (K,), Q (K,) and share = t/T."""
+    """log(pi / Q_a) and log(Q / Q_a): (K,) each, from pi (K,), Q (K,) and share = s."""
     powers = Q ** (1 - 0.9 * share ** 2)
     target = powers / powers.sum() + TINY
     return ((pi + TINY) / target).log(), ((Q + TINY) / target).log()

@@ -26,7 +26,7 @@ from support.distributed import all_gather, broadcast_from_rank0
 TINY = 1e-6
 
 
-def due_numbers(counts, total):
+def labeled_proportions(counts, total):
     """Target counts t_k = N_k |D_u| / sum N. (K,) -> (K,)"""
     return counts * total / counts.sum()
 
@@ -177,11 +177,11 @@ class DARP(Method):
         self.t = t
         return self
 
-    def due(self):
+    def target_counts(self):
         """t (K,)."""
         ctx = self.ctx
         if not ctx.cfg.darp_estimate:
-            return due_numbers(ctx.counts, len(ctx.index_u))
+            return labeled_proportions(ctx.counts, len(ctx.index_u))
         known = ctx.counts if ctx.cfg.pool == "union" else torch.zeros_like(ctx.counts)
         estimate = estimate_counts(ctx, self.schedule(0)[1])
         # that of rank 0 for all: rounding on a GPU may make ranks differ
@@ -194,7 +194,7 @@ class DARP(Method):
         if since < 0:
             return p
         if since == 0:
-            self.t.copy_(self.due())
+            self.t.copy_(self.target_counts())
         if since % self.ctx.cfg.darp_period == 0:
             Q = self.Q.cpu() if self.Q.device.type == "mps" else self.Q        # float64 follows
             R = refined(Q, to_device(self.t.numpy(), Q), self.ctx.cfg.darp_outer,

@@ -1,6 +1,6 @@
 """SaR, self-adaptive refinement: scale soft pseudo-labels up for classes that are rarely predicted.
 
-A reconstruction: neither SaR's paper nor its code was available. Certain is that a "mitigating
+A reconstruction: neither SaR's paper nor its code was available. What is known: a "mitigating
 vector" v, estimated during training, refines the soft label before the one-hot step, without any
 assumption about the unlabeled set. That v multiplies the probabilities, and that it is the
 effective-number weight of the pseudo-label counts, is taken from related code by its first author.

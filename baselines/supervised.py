@@ -175,8 +175,8 @@ class CRT(Method):
             self.freeze()
 
     def supervised_loss(self, logits, target, step):
-        """In the second stage the mean of w_y H over the batch. LDAM divides by the batch's sum of
-        weights; it is largest in batches with rare classes, which would lose their share here."""
+        """In the second stage the mean of w_y H over the batch. LDAM divides by the sum of the
+        weights in the batch; that would weaken just the batches that hold rare classes."""
         if not self.second_stage:
             return F.cross_entropy(logits, target)
         return (self.weights[target] * F.cross_entropy(logits, target, reduction="none")).mean()

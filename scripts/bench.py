@@ -181,7 +181,7 @@ def refinement_seconds(num_classes):
     g = torch.Generator().manual_seed(0)
     Q = (3 * torch.randn(total, num_classes, generator=g)).softmax(1)
     outer, period = (10, 10) if num_classes == 10 else (20, 100)
-    t = darp.due_numbers(counts, total)
+    t = darp.labeled_proportions(counts, total)
     times = take_turns({"": repeated(lambda: darp.refined(Q, t, outer), 4)}, "cpu")[""]
     return statistics.median(times) / period
 

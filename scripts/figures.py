@@ -231,7 +231,7 @@ def embed(run, points):
     index = np.union1d(*run.split)
     index = index[run.dataset.labels[index] >= 0]
     index = view_rng(run, 0).permutation(index)[:points]
-    z = run.of_training(run.model.features, index)                               # (P, D)
+    z = run.on_training_images(run.model.features, index)                               # (P, D)
     perplexity = min(30, (len(index) - 1) / 3)
     return (TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(z.cpu().numpy()),
             run.dataset.labels[index])
@@ -255,7 +255,7 @@ def story(groups):
               label=f"what the attractor of {look.name} adds to the logit of the true class")
     below.plot(log_counts(group), "D", color="black", markersize=4, label=r"$\ln N_k$, centred")
     below.axhline(0, color="black", linewidth=0.6)
-    top.set(ylabel="recall on the test set, %", ylim=(0, 100))
+    top.set(ylabel="recall on the test set, %", ylim=(0, 102))
     top.set_title(setting.title(), loc="right")
     below.set(ylabel="logit", xlabel="class, number $N_k$ of labeled images")
     drawing.name_classes(below, drawing.names_of(groups), drawing.labeled_counts(group))

@@ -15,7 +15,7 @@ import data
 import evaluate
 import models
 from attractor import build_attractor
-from bilevel import remember, update
+from bilevel import snapshot, update
 from support import UserError, config
 from support.augment import Normalise, strong, weak
 from support.run import Run, launch
@@ -94,7 +94,7 @@ def main(argv=None, on_step=None):
         with torch.no_grad():                                 # for the log only
             loss, loss_x, loss_u = lower_loss(logits + attractor(logits))
 
-        inner = remember(model.parameters(), optimizer, step + 1, cfg.inner)
+        inner = snapshot(model.parameters(), optimizer, step + 1, cfg.inner)
         with models.frozen_bn_stats(model):
             loss_bal, gradient, lower_gradient = full_unroll(
                 model, attractor, lower_loss, logits, inner, view(x_b, "balanced view", step), y_b,

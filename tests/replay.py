@@ -10,7 +10,7 @@ from conftest import TINY
 import data
 import models
 from attractor import BiasAttractor, BiasVector
-from bilevel import reference_gradient, remember
+from bilevel import reference_gradient, snapshot
 from support import augment, config
 
 
@@ -86,7 +86,7 @@ class Replay:
         z = self.model.features(x)
         logits = self.model.classifier(z)
         omega_turn = cfg.method == "l2ac" and step % cfg.omega_every == 0
-        inner = remember(self.model.classifier.parameters(), self.optimizer, step + 1, cfg.inner)
+        inner = snapshot(self.model.classifier.parameters(), self.optimizer, step + 1, cfg.inner)
         upper = lower_loss, z, inner, self.stepped_classifier(lower_loss, logits), x_b, y_b
         losses = {}
         if omega_turn and cfg.omega_order == "before":

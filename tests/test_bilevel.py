@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import FLOAT64, central_differences, relative_difference
 
 from attractor import BiasAttractor, BiasVector
-from bilevel import omega_gradient, omega_step, reference_gradient, remember, update
+from bilevel import omega_gradient, omega_step, reference_gradient, snapshot, update
 
 K, D, B, U, M = 4, 6, 5, 7, 8
 LR = 0.05               # large, so that differences of L_bal stand out from rounding
@@ -46,7 +46,7 @@ class Problem:
         self.optimizer = torch.optim.Adam(self.classifier.parameters(), LR, **settings)
         for _ in range(warm_steps):                  # real moments of a real optimizer
             self.real_step(self.classifier, self.optimizer)
-        self.inner = remember(self.classifier.parameters(), self.optimizer, warm_steps + 1, kind)
+        self.inner = snapshot(self.classifier.parameters(), self.optimizer, warm_steps + 1, kind)
 
     def real_step(self, classifier, optimizer):
         """torch.optim's step of the classifier on L. Returns the gradient."""
@@ -120,9 +120,9 @@ def test_inner_step_is_what_torch_optim_does(kind, warm, settings):
 
 
 @pytest.mark.parametrize("change", [{"lr": 7 * LR}, {"betas": (0.5, 0.6)}, {"eps": 1.0}])
-def test_remember_copies_the_settings_of_the_optimizer(change):
+def test_snapshot_copies_the_settings_of_the_optimizer(change):
     """A learning rate schedule changes param_groups in place. The step that is differentiated
-    remains the one made with the settings that held when it was remembered."""
+    remains the one made with the settings that held when it was made."""
     problem = Problem()
     before, classifier = problem.first_order()[1], problem.classifier
     gradient = problem.real_step(classifier, problem.optimizer)
@@ -137,11 +137,11 @@ def test_remember_copies_the_settings_of_the_optimizer(change):
 
 
 @pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"amsgrad": True}])
-def test_remember_refuses_an_update_that_it_does_not_know(setting):
+def test_snapshot_refuses_an_update_that_it_does_not_know(setting):
     classifier = torch.nn.Linear(D, K)
     optimizer = torch.optim.Adam(classifier.parameters(), LR, **setting)
     with pytest.raises(ValueError, match=next(iter(setting))):
-        remember(classifier.parameters(), optimizer, 1)
+        snapshot(classifier.parameters(), optimizer, 1)
 
 
 def test_the_omega_gradient_touches_nothing():
@@ -235,7 +235,7 @@ def test_omega_gradient_of_a_vector_by_hand():
         vector.bias.copy_(torch.tensor([0.3, 0, -0.3]))
     z, z_b = torch.tensor([[1.0], [-1]]).to(FLOAT64), torch.tensor([[1.0], [-1], [0.5]]).to(FLOAT64)
     y, y_b = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
-    inner = remember(classifier.parameters(), torch.optim.Adam(classifier.parameters(), 0.1), 1,
+    inner = snapshot(classifier.parameters(), torch.optim.Adam(classifier.parameters(), 0.1), 1,
                      "sgd")
     loss_bal, (gradient,) = omega_gradient(vector, lambda l_hat: (F.cross_entropy(l_hat, y),),
                                            classifier(z), z, inner, z_b, y_b)

@@ -21,7 +21,7 @@ from replay import FixMatchReplay
 
 import models
 from attractor import BiasAttractor
-from bilevel import omega_gradient, remember
+from bilevel import omega_gradient, snapshot
 from scripts import full_unroll
 
 K, D, N, M = 4, 6, 6, 8
@@ -80,7 +80,7 @@ def test_unrolling_only_the_classifier_of_a_network():
     """bilevel.omega_gradient: theta stays, phi moves."""
     problem = Problem()
     model = problem.model
-    inner = remember(model.classifier.parameters(), problem.optimizer, 3)
+    inner = snapshot(model.classifier.parameters(), problem.optimizer, 3)
     z, z_b = model.features(problem.x), model.features(problem.x_b).detach()
     loss_bal, gradient = omega_gradient(problem.attractor, problem.lower_loss, model.classifier(z),
                                         z, inner, z_b, problem.y_b)
@@ -95,7 +95,7 @@ def test_unrolling_only_the_classifier_of_a_network():
 def test_unrolling_the_whole_network():
     problem = Problem()
     model = problem.model
-    inner = remember(model.parameters(), problem.optimizer, 3)
+    inner = snapshot(model.parameters(), problem.optimizer, 3)
     before = deepcopy(model.state_dict())
     with models.frozen_bn_stats(model):
         loss_bal, gradient, lower = full_unroll.full_unroll(
@@ -119,7 +119,7 @@ class FullUnrollReplay(FixMatchReplay):
     def iterate(self, step):
         (x, lower_loss), (x_b, y_b) = self.rows(step), self.take("balanced", step)
         x_b, copy = self.weak(x_b, "balanced", step), deepcopy(self.model)
-        inner = remember(self.model.parameters(), self.optimizer, step + 1, self.cfg.inner)
+        inner = snapshot(self.model.parameters(), self.optimizer, step + 1, self.cfg.inner)
         _, gradient, _ = full_unroll.full_unroll(copy, self.attractor, lower_loss, copy(x), inner,
                                                  x_b, y_b)
         logits = self.model(x)

@@ -100,18 +100,18 @@ def test_daso_blend_weights():
           "1.0000 0.1815 0.0330 0.0060 0.0011 0.0002 0.0000 0.0000 0.0000 0.0000")
 
 
-def test_darp_due_numbers():
-    t = darp.due_numbers(N, 11163)
+def test_darp_target_counts():
+    t = darp.labeled_proportions(N, 11163)
     close(t, "4501.2 2697.7 1617.4 969.3 579.2 348.1 207.1 123.0 75.0 45.0", 0.06)
     assert (2 * t).long().tolist() == [9002, 5395, 3234, 1938, 1158, 696, 414, 246, 150, 90]
-    close(darp.due_numbers(N, 7443),
+    close(darp.labeled_proportions(N, 7443),
           "3001.2 1798.7 1078.4 646.3 386.2 232.1 138.1 82.0 50.0 30.0", 0.06)
 
 
 @pytest.mark.parametrize("constants", [
     supervised.margins, supervised.effective_number_weights, supervised.inverse_frequency_weights,
     abc_head.keep_rates, sar.mitigating_vector, lambda n: daso.blend_weights(n, 1.5),
-    lambda n: darp.due_numbers(n, 7443), lambda n: crest.alignment_target(n, 1, 3)])
+    lambda n: darp.labeled_proportions(n, 7443), lambda n: crest.alignment_target(n, 1, 3)])
 def test_constants_go_with_the_counts_and_not_with_the_number_of_the_class(constants):
     mixed = torch.from_numpy(np.random.default_rng(0).permutation(10))
     assert N[mixed].argmin() != 9
@@ -199,7 +199,7 @@ def test_wrong_flags_end_in_one_sentence(flags, named, tmp_path, capsys):
 def test_refined_labels_meet_rows_and_columns():
     torch.manual_seed(0)
     Q = (3 * torch.randn(3000, 10) + torch.linspace(2, -2, 10)).softmax(1)
-    t = darp.due_numbers(N, 3000)
+    t = darp.labeled_proportions(N, 3000)
     errors = []
     for outer in (1, 2, 4, 10):
         R = darp.refined(Q, t, outer)

@@ -30,7 +30,7 @@ import models
 import train_fixmatch
 import train_mixmatch
 from attractor import BiasAttractor
-from bilevel import omega_gradient, reference_gradient, remember, update
+from bilevel import omega_gradient, reference_gradient, snapshot, update
 from support import UserError, config
 
 slow = pytest.mark.slow
@@ -145,7 +145,7 @@ class OmegaStep:
             loss, *_ = self.lower_loss(logits + self.attractor(logits.detach()).detach())
             loss.backward()
             optimizer.step()
-        self.inner = remember(self.classifier.parameters(), optimizer, warm + 1, kind)
+        self.inner = snapshot(self.classifier.parameters(), optimizer, warm + 1, kind)
 
     def lower_loss(self, l_hat):
         return train_mixmatch.mixmatch_loss(l_hat, self.q, self.B, 37.5)
