@@ -55,10 +55,10 @@ def new_results(runs, results):
 
 
 def tests_before(target, result):
-    """Numbers on imbalanced test sets in results/, where it already holds this very run."""
+    """Numbers on imbalanced test sets in results/, where it already holds this very run. They are
+    those of its last checkpoint, so that has to be the same."""
     old = finished.read_json(target) if target.exists() else {}
-    same = all(old.get(key) == result[key] for key in ("bacc", "gm"))
-    return old.get("tests", {}) if same else {}
+    return old.get("tests", {}) if old.get("last") == result["last"] else {}
 
 
 def read_results(results, new=None):
@@ -123,12 +123,14 @@ def cost(cell, found):
 
 
 def recipe_effect(cell, results, scale, found):
-    """In the table of recipes: the difference to the paper's recipe at the same seeds."""
+    """In the table of recipes: the difference to the paper's recipe at the same seeds, if both were
+    evaluated in the same part of the run."""
     if not cell.table.startswith("recipe"):
         return ""
     plain = next(c for c in tables.TABLES[cell.table] if c.column == cell.column)
     base = by_seed(plain, scale, found)
-    seeds = results.keys() & base.keys()
+    seeds = [s for s in results.keys() & base.keys()
+             if in_last_tenth(results[s]) == in_last_tenth(base[s])]
     if cell == plain or not seeds:
         return ""
     effects = [[results[s][key] - base[s][key] for s in seeds] for key in ("bacc", "gm")]

@@ -507,10 +507,14 @@ def test_flags_without_effect_are_refused(argv, named, capsys, monkeypatch):
 
 def test_the_effect_of_a_recipe_is_that_at_the_same_seeds():
     plain, other = tables.TABLES["recipe"][0], tables.TABLES["recipe"][2]
-    found = {("mini", plain.name): {0: {"bacc": 40, "gm": 30}, 1: {"bacc": 90, "gm": 90}},
-             ("mini", other.name): {0: {"bacc": 41.5, "gm": 28, "iters": 50, "judged_from": 45}}}
+    late = {"iters": 50, "judged_from": 45}
+    found = {("mini", plain.name): {s: {"bacc": b, "gm": b - 10} | late
+                                    for s, b in ((0, 40), (1, 90))},
+             ("mini", other.name): {0: {"bacc": 41.5, "gm": 28} | late}}
     assert collect.ours(other, "mini", found) == "41.5 / 28.0 (1)<br>+1.5 / -2.0"
     del found["mini", other.name][0]["judged_from"]          # a file from before it was recorded
+    assert collect.ours(other, "mini", found) == "41.5 / 28.0 (1) (h)"    # cannot be compared
+    del found["mini", plain.name][0]["judged_from"]
     assert collect.ours(other, "mini", found) == "41.5 / 28.0 (1) (h)<br>+1.5 / -2.0"
 
 
