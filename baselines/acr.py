@@ -7,7 +7,7 @@
     D                             for a = pi, uniform, pi reversed: (KL(w || a) + KL(a || w)) / 2
     c = 2 softmax(mean D)[0]      near 0 if w is pi, 1 if uniform, 2 if reversed
 
-l1 has the prior pi, so l1 - c log pi has pi^(1-c), which is to be that of the unlabeled set.
+l1 is taken to have the prior pi; l1 - c log pi then has pi^(1-c), to be that of the unlabeled set.
 Assumes of the unlabeled set that one number describes it: it lies between pi and its reverse.
 
 The official code does not count: of the images of a class it looks at one, and whether that is sure

@@ -201,6 +201,12 @@ def test_exponent_of_the_target(share, alpha):
     assert slopes.tolist() == approx([alpha, alpha])
 
 
+def test_a_class_that_is_never_predicted_has_finite_shifts_and_temperature():
+    q = rows(0.7, 0.3, 0)
+    assert all(shift.isfinite().all() for shift in adello.shifts(PI, q, 0.5))
+    assert adello.temperature(q).isfinite()
+
+
 def test_flexda_where_labels_and_unlabeled_images_are_alike_starts_as_fixmatch():
     ours, logits, y = flexda_at(0, q=PI), rows([2, 1, 0]), torch.tensor([2])
     assert ours.supervised_loss(logits, y, 0).item() == pytest.approx(
@@ -264,7 +270,8 @@ def test_predictions_have_the_prior_of_the_target(flag, alpha, seen):
     x = torch.special.ndtri((torch.arange(1000) + 0.5) / 1000).double()
     x = torch.cat([(x + 1).repeat(9), x - 1])                                  # (10000,)
     logits = torch.stack([x, -x], 1) + alpha * ours.Q.log()
-    ours.refine(logits.softmax(1), batch(round(1e5 * np.sqrt((1 - alpha) / 0.9)), x))
+    p = ours.refine(logits.softmax(1), batch(round(1e5 * np.sqrt((1 - alpha) / 0.9)), x))
+    assert torch.equal(p, logits.softmax(1))                  # labels are made of p as it is
     mean = (ours.Q - rows(0.9, 0.1)) * ours.memory + rows(0.9, 0.1)            # of this batch
     assert mean[0].item() == approx(0.9 if flag else seen, 1e-3)
 
@@ -329,6 +336,14 @@ def test_acr_losses_of_both_heads(views):
                                     weak), -weak)
 
 
+def test_acr_labels_of_head_two_are_head_ones():
+    """softmax(l1 - 2 log pi) is sure of class 2; head 2 is unsure and prefers class 0."""
+    ours = method(acr.ACR, "--method acr --tau 0.95")
+    l1, l2 = rows([0, 0, 6]), rows([1, 0.5, 0])
+    ours.refine(l1.softmax(1), batch(0, torch.cat([l1, l2], 1)))
+    assert (ours.mask.tolist(), ours.y2.tolist()) == ([1], [2])
+
+
 GUESSES = F.one_hot(torch.tensor([0, 0, 0, 1, 0, 2]), 3).double()
 
 
@@ -346,6 +361,20 @@ def test_acr_histogram(presence, h, w):
     ours.estimate(GUESSES * 0.94, new)                        # none is sure
     ours.estimate(GUESSES, torch.zeros(6))                    # all have labels
     assert torch.equal(ours.w, before[0]) and torch.equal(ours.D, before[1])
+
+
+def test_acr_averages_its_distances_over_a_period():
+    """1,500 steps: periods of three. c changes at their beginning, from the mean D of the last."""
+    ours = method(acr.ACR, "--method acr --iters 1500 --eval_every 30 --tau 0.5")
+    z, w, mean, steps = rows([0, 0, 0, 0, 0, 9]), np.full(3, 1 / 3), np.zeros(3), []
+    a = np.array([[0.7, 0.2, 0.1], [1 / 3] * 3, [0.1, 0.2, 0.7]])
+    for step in range(30, 42):
+        if step % 3 == 0:
+            mean, steps = np.sum(steps or [np.zeros(3)], axis=0) / 3, []
+        ours.refine(z[:, :3].softmax(1), batch(step, z))
+        assert ours.c.item() == pytest.approx(2 * np.exp(mean[0]) / np.exp(mean).sum())
+        w = 0.9 * w + 0.1 * np.array([0, 0, 1])
+        steps.append(((w - a) * np.log(w / a)).sum(1) / 2)
 
 
 def test_acr_schedule_and_images_with_labels():
@@ -524,6 +553,13 @@ def test_acr_without_its_second_head_and_strength_is_fixmatch(tmp_path, finished
     state = train(tmp_path, f"{SMALL} --tau 0.2 --method acr", main)
     switched_off(state, checkpoint(finished(f"{SMALL} --tau 0.2 --method none")))
     assert not torch.allclose(state["method"]["w"], torch.tensor(0.1))         # it did estimate
+
+
+def test_flexda_without_its_shifts_is_fixmatch(tmp_path, finished, monkeypatch):
+    monkeypatch.setattr(adello, "shifts", lambda pi, Q, share: (torch.zeros_like(Q),) * 2)
+    state = train(tmp_path, f"{SMALL} --tau 0.2 --method flexda", main)
+    switched_off(state, checkpoint(finished(f"{SMALL} --tau 0.2 --method none")))
+    assert not torch.allclose(state["method"]["Q"], torch.tensor(0.1))         # it did estimate
 
 
 def test_adello_where_all_images_are_sure_is_flexda(tmp_path, finished):
