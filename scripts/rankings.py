@@ -1,5 +1,5 @@
-"""Which method is better on the digits, and by how much: differences between rows of Table 1 and of
-the ablation, and the pseudo-labels behind them.
+"""Which method is better, and by how much: differences between rows of Table 1, on digits and on
+CIFAR-10, and of the ablation, and the pseudo-labels behind them. Also the methods after L2AC.
 
 `python -m scripts.study` writes these tables to docs/. A difference is taken at equal seeds, which
 share their images, and counts if it exceeds two standard errors.
@@ -76,7 +76,8 @@ def label_table(number, found):
     """The pseudo-labels of the reported evaluations, in percent: how many unlabeled images count,
     how many of these have the right label, and how many images of the tail do both."""
     def text(cell):
-        runs = [r["course"] for r in collect.by_seed(cell, "mini", found).values()]
+        runs = [r["course"] for r in collect.by_seed(cell, "mini", found).values()
+                if "course" in r]                                    # older files have none
         kept, precision = (np.array([run[key][-1] for run in runs], dtype=float)
                            for key in ("kept", "precision"))         # (seeds, K)
         if not np.isfinite(kept).all() or not kept.size:             # labels alone; cRT's stage
@@ -89,12 +90,10 @@ def label_table(number, found):
 
 
 def accuracy_table(number, found, methods):
-    """bACC of some methods on FixMatch."""
+    """bACC / GM of some methods on FixMatch."""
     def text(cell):
-        runs = list(collect.by_seed(cell, "mini", found).values())
-        if cell.base != "fixmatch" or cell.method not in methods or not runs:
-            return ""
-        return f"{collect.mean_text([run['bacc'] for run in runs])} ({len(runs)})"
+        shown = cell.base == "fixmatch" and cell.method in methods
+        return collect.ours(cell, "mini", found) if shown else ""
     return table_of(number, text)
 
 
@@ -108,9 +107,11 @@ def unlabeled_shares(cell):
 
 def written_tables(found):
     """{name of its place in docs/: Markdown}"""
-    return {"gains": compared("1-digits", found, over_its_base),
-            "leads": compared("1-digits", found, l2ac_over),
-            "parts": compared("5-digits", found, l2ac_over_its_parts),
-            "labels": label_table("1-digits", found),
-            "labels of parts": label_table("5-digits", found),
-            "after": accuracy_table("1-digits", found, AFTER)}
+    written = {"parts": compared("5-digits", found, l2ac_over_its_parts),
+               "labels of parts": label_table("5-digits", found)}
+    for number, end in (("1-digits", ""), ("1", " on cifar10")):
+        written |= {f"gains{end}": compared(number, found, over_its_base),
+                    f"leads{end}": compared(number, found, l2ac_over),
+                    f"labels{end}": label_table(number, found),
+                    f"after{end}": accuracy_table(number, found, AFTER)}
+    return written

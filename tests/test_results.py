@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import data
 
-FOLDERS = ("extra", "long", "lambda_u")
+FOLDERS = ("extra", "long", "lambda_u", "second_half")
 GROUPS = defaultdict(list)                               # (folder, name without seed): results
 for path in sorted(p for f in FOLDERS for p in ROOT.glob(f"results/{f}/*.json")):
     GROUPS[path.parent.name, path.stem.rsplit("_s", 1)[0]].append(json.loads(path.read_text()))
@@ -24,13 +24,13 @@ CELLS = {  # (page, column, row) of a table: the result that it shows, with one 
     (LOG, LONG, "w/ DARP"): "long/fixmatch_darp",
     (LOG, LONG, "w/ DASO"): "long/fixmatch_daso",
     (LOG, LONG, "w/ L2AC"): "long/fixmatch_l2ac",
-    (LOG, SHORT, "Vanilla"): "mini/cifar10_supervised_vanilla_gamma_l100",
-    (LOG, SHORT, "FixMatch"): "mini/cifar10_fixmatch_none_gamma_l100_gamma_u1",
-    (LOG, SHORT, "w/ DARP"): "mini/cifar10_fixmatch_darp_gamma_l100_gamma_u1_darp_estimate",
-    (LOG, SHORT, "w/ DASO"): "mini/cifar10_fixmatch_daso_gamma_l100_gamma_u1",
-    (LOG, SHORT, "w/ L2AC"): "mini/cifar10_fixmatch_l2ac_gamma_l100_gamma_u1",
-    (LOG, "lambda_u 75", "MixMatch"): "mini/cifar10_mixmatch_none_gamma_l100_gamma_u100",
-    (LOG, "lambda_u 75", "w/ L2AC"): "mini/cifar10_mixmatch_l2ac_gamma_l100_gamma_u100",
+    (LOG, SHORT, "Vanilla"): "second_half/cifar10_supervised_vanilla_gamma_l100",
+    (LOG, SHORT, "FixMatch"): "second_half/cifar10_fixmatch_none_gamma_l100_gamma_u1",
+    (LOG, SHORT, "w/ DARP"): "second_half/cifar10_fixmatch_darp_gamma_l100_gamma_u1_darp_estimate",
+    (LOG, SHORT, "w/ DASO"): "second_half/cifar10_fixmatch_daso_gamma_l100_gamma_u1",
+    (LOG, SHORT, "w/ L2AC"): "second_half/cifar10_fixmatch_l2ac_gamma_l100_gamma_u1",
+    (LOG, "lambda_u 75", "MixMatch"): "second_half/cifar10_mixmatch_none_gamma_l100_gamma_u100",
+    (LOG, "lambda_u 75", "w/ L2AC"): "second_half/cifar10_mixmatch_l2ac_gamma_l100_gamma_u100",
     (LOG, "lambda_u 7.5", "MixMatch"): "lambda_u/mixmatch_none_7.5",
     (LOG, "lambda_u 7.5", "w/ L2AC"): "lambda_u/mixmatch_l2ac_7.5",
     (LOG, "lambda_u 0", "MixMatch"): "lambda_u/mixmatch_none_0",
