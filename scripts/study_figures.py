@@ -28,7 +28,8 @@ def panels(result, rows, height):
     figure, axes = plt.subplots(rows, len(result), figsize=(drawing.WIDTH, height), sharey="row")
     several = len({dataset for dataset, _ in result}) > 1
     for ax, (dataset, column) in zip(axes[0], result, strict=True):
-        ax.set_title(f"{dataset}\n{column}" if several else column)
+        lines = column.replace(" reversed", "\nreversed")           # narrow if there are many
+        ax.set_title(f"{dataset}\n{lines}" if several else column)
     return figure, axes
 
 
