@@ -1,5 +1,5 @@
-"""Which method is better, and by how much: differences between rows of Table 1, on digits and on
-CIFAR-10, and of the ablation, and the pseudo-labels behind them. Also the methods after L2AC.
+"""Which method is better, and by how much: differences between rows of Table 1 and of the ablation,
+and the pseudo-labels behind them, on digits and on CIFAR-10. Also the methods after L2AC.
 
 `python -m scripts.study` writes these tables to docs/. A difference is taken at equal seeds, which
 share their images, and counts if it exceeds two standard errors.
@@ -107,11 +107,13 @@ def unlabeled_shares(cell):
 
 def written_tables(found):
     """{name of its place in docs/: Markdown}"""
-    written = {"parts": compared("5-digits", found, l2ac_over_its_parts),
-               "labels of parts": label_table("5-digits", found)}
-    for number, end in (("1-digits", ""), ("1", " on cifar10")):
-        written |= {f"gains{end}": compared(number, found, over_its_base),
-                    f"leads{end}": compared(number, found, l2ac_over),
-                    f"labels{end}": label_table(number, found),
-                    f"after{end}": accuracy_table(number, found, AFTER)}
+    written = {}
+    for suffix, end in (("-digits", ""), ("", " on cifar10")):
+        one, five = f"1{suffix}", f"5{suffix}"
+        written |= {f"gains{end}": compared(one, found, over_its_base),
+                    f"leads{end}": compared(one, found, l2ac_over),
+                    f"labels{end}": label_table(one, found),
+                    f"parts{end}": compared(five, found, l2ac_over_its_parts),
+                    f"labels of parts{end}": label_table(five, found),
+                    f"after{end}": accuracy_table(one, found, AFTER)}
     return written
