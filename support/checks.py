@@ -20,7 +20,7 @@ def saved_flags(state, folder, methods):
     methods: {base: {name: class}} of baselines/
     """
     saved, base, method = state["config"], *map(state["config"].get, ("base", "method"))
-    if "method" not in state:                         # a run of a tutorial
+    if "method" not in state:                         # a run of train_*.py
         groups = [config.l2ac_flags, config.BASE_FLAGS.get(base)]
     elif method in methods.get(base, ()):
         groups = [config.BASE_FLAGS[base], methods[base][method].flags]
