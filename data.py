@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from support import UserError, config, readers
-from support.distributed import rank0_first
+from support.augment import to_device
+from support.distributed import local_slice, rank0_first
 from support.shapes import SHAPES, synthetic
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
@@ -76,10 +77,8 @@ class Dataset:
     def take(self, index, labels=None):
         """(B,) -> images (B, 3, H, W) uint8 and labels (B,), by default the true ones; on the
         device."""
-        device = self.images.device
         labels = self.labels[index] if labels is None else labels
-        i, y = (torch.from_numpy(a).to(device, non_blocking=device.type == "cuda")
-                for a in (index, labels))
+        i, y = (to_device(a, self.images.device) for a in (index, labels))
         return self.images[i if torch.is_tensor(self.images) else index], y
 
     def count(self, index):
@@ -102,7 +101,7 @@ def load_split(cfg, device):
     return dataset, index_l, index_u
 
 
-def load(name, data_dir=readers.DATA_DIR, image_size=None, download=True, cwd=""):
+def load(name, data_dir=config.DATA_DIR, image_size=None, download=True, cwd=""):
     """One of BUILT_IN (an .npz in data_dir, else torchvision's reader), a path.npz or a folder.
 
     download: an archive may be downloaded and unpacked. cwd: relative paths that lead nowhere from
@@ -291,14 +290,13 @@ class Stream:
     expect, last = None, None
 
     def batch(self, step):
-        rank, size = self.shard
-        batch = np.split(self.indices(step), size)[rank]
+        batch = local_slice(self.indices(step), *self.shard)
         if self.expect:
             # assume the same stride as last time: the balanced batch may be needed only at every
             # tenth step
             stride = step - self.last if self.last is not None and self.last < step else 1
             self.expect(batch)
-            self.expect(np.split(self.indices(step + stride), size)[rank])
+            self.expect(local_slice(self.indices(step + stride), *self.shard))
             self.last = step
         return batch
 

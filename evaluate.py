@@ -241,8 +241,8 @@ class FinishedRun:
         index = self.split[1]
         index = index[self.dataset.labels[index] >= 0]
         if len(index) == 0:
-            raise UserError(f"the true labels of the unlabeled images of {self.folder} are not "
-                            f"known, so nothing can be said of pseudo-labels")
+            raise UserError(f"--pseudo: the true labels of the unlabeled images of {self.folder} "
+                            f"are not known; leave --pseudo out")
         labels = torch.from_numpy(self.dataset.labels[index]).to(self.device)         # (U,)
         tau = getattr(self.cfg, "tau", 0)             # MixMatch has none: every guess counts
         return pseudo_labels(self.on_training_images(self.predict, index), labels, tau)
@@ -257,7 +257,7 @@ class FinishedRun:
 
 
 def choose_test(labels, num_classes, kind, gamma, seed):
-    """Indices of a test set with unequal classes. labels (T,) array of a test set with equal ones.
+    """Indices of an imbalanced test set. labels (T,): of all test images.
 
     longtail, reversed, random: the paper's Test-1, -2, -3. The paper does not define the last;
     here class counts are uniform between 1/gamma of the images and all of them.
@@ -265,6 +265,9 @@ def choose_test(labels, num_classes, kind, gamma, seed):
     members = [data.rng(seed, "test set", k).permutation((labels == k).nonzero()[0])
                for k in range(num_classes)]
     full = min(len(m) for m in members)
+    if full == 0:
+        raise UserError("--test needs test images of every class, and a class has none; add some, "
+                        "or leave --test out")
     counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
     if min(counts) < 1:
         raise UserError(f"--gamma_t {gamma:g}: a class would be left without a test image, the "
@@ -275,7 +278,7 @@ def choose_test(labels, num_classes, kind, gamma, seed):
 
 
 def judge_on(run, kind, gamma_t, seed):
-    """({class name: test images}, metrics) of the last checkpoint on such a test set."""
+    """({class name: test images}, metrics) of the last checkpoint on what choose_test chooses."""
     dataset, predicted = run.dataset, run.test_scores.argmax(1)
     index = choose_test(dataset.test_labels.cpu().numpy(), dataset.num_classes, kind, gamma_t,
                         seed)

@@ -133,8 +133,8 @@ def build(name, num_classes, bn_momentum=0.001, quirk=False):
     match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
     depth, width = map(int, match.groups()) if match else (0, 0)
     if not (10 <= depth <= 1000 and (depth - 4) % 6 == 0 and 1 <= width <= 100):
-        raise UserError(f"--model {name} is neither resnet34 nor wrn-d-w with d = 10, 16, 22, ...; "
-                        f"choose one of these")
+        raise UserError(f"--model {name} is neither resnet34 nor wrn-d-w with d = 10, 16, 22, "
+                        f"..., 1000 and w = 1 to 100; choose one of these")
     return WideResNet(depth, width, num_classes, bn_momentum, quirk)
 
 

@@ -28,6 +28,7 @@ import models
 from attractor import build_attractor
 from bilevel import omega_step, snapshot
 from support.augment import Normalise, strong, weak
+from support.distributed import mean_over_ranks
 from support.run import Run, launch
 
 
@@ -75,7 +76,7 @@ def main(argv=None, on_step=None):
         with torch.no_grad(), models.frozen_bn_stats(model):
             z_b = features(x_b)                               # (M, D)
         return omega_step(attractor, omega_optimizer, lower_loss, logits, z, inner, z_b, y_b,
-                          run.mean_over_ranks)
+                          mean_over_ranks)
 
     judge = partial(evaluate.on_test_set, ema.model, dataset, normalise,       # the EMA predicts
                     attractor if cfg.method != "none" else None)
@@ -144,7 +145,7 @@ def main(argv=None, on_step=None):
         if run.after_step(step, judge, y_u, mask, true_u, loss=loss, loss_x=loss_x, loss_u=loss_u,
                           loss_bal=loss_bal, omega_grad=omega_norm):
             return 130
-    run.finish(evaluate.mean_of_last(run.history), len(run.history[-20:]))
+    run.finish(evaluate.mean_of_last(run.history), run.history)
 
 
 if __name__ == "__main__":

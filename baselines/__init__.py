@@ -129,5 +129,5 @@ class Method(nn.Module):
 
     @staticmethod
     def judged(history, cfg):
-        """The evaluations (rows of log.csv) whose mean is reported."""
-        return history[-20:]
+        """The evaluations (rows of log.csv) that count; the mean of the last 20 is reported."""
+        return history

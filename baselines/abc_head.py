@@ -5,7 +5,7 @@ learns from balanced classes. The base method keeps its own classifier, losses a
 At test time the auxiliary classifier predicts.
 
     L_cls = 1/B sum_i m_i H(y_i, l_a(x_i))                 m_i ~ Bernoulli(b_{y_i})
-    L_con = sum_views 1/U sum_u [max q >= tau] n_u H(q, l_a(strong view of u))
+    L_con = sum_views 1/U sum_u [max q >= 0.95] n_u H(q, l_a(strong view of u))
             q = softmax l_a(weak view of u), soft and constant;  n_u ~ Bernoulli(b_{argmax q}(e))
     b_k(e) = 1 - (1 - b_k) e/E                             from 1 to b_k over the epochs
 
@@ -20,7 +20,7 @@ from baselines import Method
 from support.augment import strong, to_device
 from support.distributed import local_slice
 
-TAU = 0.95
+TAU = 0.95                               # ABC's own, whatever --tau is; MixMatch has none
 
 
 def keep_rates(counts):

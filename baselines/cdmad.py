@@ -51,12 +51,12 @@ class CDMAD(Method):
         add("--cdmad_bn", choices=("batch1", "eval"), default="batch1", help="statistics that "
             "normalise it in training: its own, or the running ones (default: batch1)")
         add("--cdmad_targets", choices=("soft", "hard"), default="soft", help="soft labels of all "
-            "images, or FixMatch's hard ones above --tau (default: soft)")
+            "images, whatever --tau is, or FixMatch's hard ones above --tau (default: soft)")
 
     @staticmethod
     def check(cfg):
         if cfg.cdmad_targets == "soft":
-            cfg.tau = 0.0
+            cfg.tau = 0.0                            # every image counts, whatever --tau is
 
     @staticmethod
     def heads(model):
@@ -66,10 +66,10 @@ class CDMAD(Method):
         super().__init__(ctx)
         self.start = round(START * ctx.cfg.iters)
         self.size = tuple(ctx.dataset.test_images.shape[2:])
-        smallest = 33 if ctx.cfg.model == "resnet34" else 5
-        if ctx.cfg.cdmad_bn == "batch1" and max(self.size) < smallest:
-            raise UserError(f"--cdmad_bn batch1 needs images of at least {smallest} pixels: "
-                            f"the last layers of {ctx.cfg.model} would see one; choose eval")
+        # ResNet-34 divides the sides by 32: BatchNorm cannot normalise one image of one pixel
+        if (ctx.cfg.cdmad_bn == "batch1" and ctx.cfg.model == "resnet34" and max(self.size) < 33):
+            raise UserError("--cdmad_bn batch1 needs images of at least 33 pixels with --model "
+                            "resnet34; choose eval")
         if ctx.cfg.cdmad_image != "ones":
             level = 255 if ctx.cfg.cdmad_image == "white" else 0
             pixel = torch.full((1, 3, 1, 1), level, dtype=torch.uint8, device=ctx.device)

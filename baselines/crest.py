@@ -60,7 +60,7 @@ class CReST(Method):
         add("--crest_generations", type=cli.number(int, 1, 1000), default=5,
             help="equal parts of the run (default: 5)")
         add("--crest_anyway", action="store_true",
-            help="go on although gamma_l and gamma_u differ")
+            help="go on although labeled and unlabeled images are distributed differently")
 
     @staticmethod
     def check(cfg):
@@ -68,8 +68,8 @@ class CReST(Method):
         if known and not config.matched(cfg) and not cfg.crest_anyway:
             raise UserError(
                 f"--method {cfg.method} assumes that labeled and unlabeled images are distributed "
-                f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l, or add "
-                f"--crest_anyway")
+                f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l without "
+                f"--reverse_u, or add --crest_anyway")
         if cfg.crest_generations > cfg.iters:
             raise UserError(f"--crest_generations {cfg.crest_generations} are more than --iters "
                             f"{cfg.iters}; a generation needs an iteration")
@@ -146,7 +146,7 @@ class CReST(Method):
     def judged(history, cfg):
         """Evaluations of the last generation only."""
         start = (0, *milestones(cfg))[-1]
-        return [row for row in history if row["iter"] > start][-20:]
+        return [row for row in history if row["iter"] > start]
 
 
 class CReSTPlus(CReST):

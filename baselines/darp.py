@@ -65,7 +65,7 @@ def refined(Q, t, outer=10, delta=2.0):
     """R (N, K) from the stored predictions Q (N, K) and the target counts t (K,), in float64."""
     A = trim(Q, t, delta)
     H = entropy(A)[:, None]                                                    # (N, 1)
-    nu, guess = torch.ones_like(t), torch.zeros_like(t)
+    nu, guess = torch.ones_like(t), torch.zeros_like(t)      # starts of rows and of columns
     for _ in range(outer):                       # alternate between rows and columns
         a = 1 / (A * torch.exp(-nu * H)).sum(1, keepdim=True)                  # (N, 1)
         nu = guess = column_roots(A, H, a, t, guess)
@@ -103,10 +103,10 @@ def probabilities(model, ctx, index):
 
 
 @torch.enable_grad()                             # it is called from refine, under no_grad
-def estimate_counts(ctx, iters, epochs=10):
+def estimate_counts(ctx, iters, times=10):
     """M^ (K,), by a plain classifier that is trained on the labeled images that are not held out,
-    for 16 % of the iterations of the run (in the reference 40,000 of 250,000). It is estimated ten
-    times; the result is the mean of the usable estimates."""
+    for 16 % of the iterations of the run (in the reference 40,000 of 250,000). About ten estimates
+    are made on the way; the result is the mean of the usable ones."""
     cfg, labels = ctx.cfg, ctx.dataset.labels[ctx.index_l]
     rows, held = hold_out_labeled(labels, cfg.seed)
     stream = data.IndexStream(ctx.index_l[rows], 128, cfg.seed, "DARP estimate")
@@ -115,7 +115,7 @@ def estimate_counts(ctx, iters, epochs=10):
         model = models.build(cfg.model, ctx.dataset.num_classes, 0.1, cfg.wrn_quirk)
     model = model.to(ctx.device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
-    steps, trusted = max(epochs, round(0.16 * iters)), []
+    steps, estimates = max(times, round(0.16 * iters)), []
     new = np.setdiff1d(ctx.index_u, ctx.index_l)             # --pool union: the others have labels
     print(f"\nDARP: {steps:,} iterations of a classifier that estimates class counts", flush=True)
     for step in range(steps):
@@ -127,16 +127,16 @@ def estimate_counts(ctx, iters, epochs=10):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % (steps // epochs) == 0:
+        if (step + 1) % (steps // times) == 0:
             model.eval()
-            M, good = invert_confusion(probabilities(model, ctx, ctx.index_l[held]),
-                                       torch.from_numpy(labels[held]),
-                                       probabilities(model, ctx, new))
+            estimates.append(invert_confusion(probabilities(model, ctx, ctx.index_l[held]),
+                                              torch.from_numpy(labels[held]),
+                                              probabilities(model, ctx, new)))
             model.train()
-            trusted += [M] if good else []
-    M = torch.stack(trusted).mean(0) if trusted else M.clamp_min(1)
-    print(f"\nDARP: estimated counts {M.round().int().tolist()} ({len(trusted)} of {epochs} epochs"
-          f" can be trusted)")
+    usable = [M for M, good in estimates if good]
+    M = torch.stack(usable).mean(0) if usable else estimates[-1][0].clamp_min(1)
+    print(f"\nDARP: estimated counts {M.round().int().tolist()} ({len(usable)} of "
+          f"{len(estimates)} estimates are usable)")
     return M * len(new) / M.sum()
 
 
@@ -157,9 +157,9 @@ class DARP(Method):
 
     @staticmethod
     def check(cfg):
-        small = cfg.dataset in config.TEN_CLASSES
-        cfg.darp_period = cfg.darp_period or (10 if small else 100)
-        cfg.darp_outer = cfg.darp_outer or (10 if small else 20)
+        like_cifar10 = cfg.dataset in config.LIKE_CIFAR10
+        cfg.darp_period = cfg.darp_period or (10 if like_cifar10 else 100)
+        cfg.darp_outer = cfg.darp_outer or (10 if like_cifar10 else 20)
 
     def __init__(self, ctx):
         super().__init__(ctx)

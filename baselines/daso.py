@@ -50,8 +50,8 @@ class DASO(Method):
 
     @staticmethod
     def check(cfg):
-        small = cfg.dataset in config.TEN_CLASSES
-        cfg.daso_td = cfg.daso_td or (1.5 if small and config.matched(cfg) else 0.3)
+        like_cifar10 = cfg.dataset in config.LIKE_CIFAR10
+        cfg.daso_td = cfg.daso_td or (1.5 if like_cifar10 and config.matched(cfg) else 0.3)
 
     def __init__(self, ctx):
         super().__init__(ctx)

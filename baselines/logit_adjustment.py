@@ -4,7 +4,7 @@ labels by a constant.
     d_k = log(N_k / sum N)                       N_k labeled images of class k
     la           H(y, l + d) on labeled rows     right if the pseudo-labels that count are uniform
     la_all       ... on unlabeled rows too       right if they are distributed like the labels
-    la_post_hoc  argmax l - d at test time       the same, training is the plain base method's
+    la_post_hoc  argmax l - d at test time       right if both together are; plain training
 
 By Bayes' rule, where images of a class look alike in both sets: if l + d fits the posterior under
 the prior N_k / sum N, then l fits that under the uniform prior. Pseudo-labels are always made from

@@ -153,8 +153,8 @@ class CRT(Method):
             return
         self.second_stage = True
         model.load_state_dict(ema.state_dict())      # go on from the averaged weights
-        start = np.sqrt(2 / sum(model.classifier.weight.shape))                # Xavier's std
-        fresh = data.rng(cfg.seed, "cRT").normal(0, start, model.classifier.weight.shape)
+        std = np.sqrt(2 / sum(model.classifier.weight.shape))                  # Xavier's
+        fresh = data.rng(cfg.seed, "cRT").normal(0, std, model.classifier.weight.shape)
         with torch.no_grad():
             for classifier in (model.classifier, ema.classifier):
                 classifier.weight.copy_(torch.from_numpy(fresh))
@@ -184,4 +184,4 @@ class CRT(Method):
     @staticmethod
     def judged(history, cfg):
         """Evaluations of the second stage only."""
-        return [row for row in history if row["iter"] > cfg.iters - cfg.crt_iters][-20:]
+        return [row for row in history if row["iter"] > cfg.iters - cfg.crt_iters]

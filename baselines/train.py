@@ -42,7 +42,7 @@ def configure(argv=None, own=None):
     chosen, _ = p.parse_known_args([word for word in words if word not in ("-h", "--help")])
     if chosen.method not in methods[chosen.base]:
         home = (f"it is one of train_{chosen.base}.py" if chosen.base in ("fixmatch", "mixmatch")
-                and chosen.method in config.TUTORIAL_METHODS
+                and chosen.method in config.CORE_METHODS
                 else f"choose from {', '.join(methods[chosen.base])}")
         p.error(f"--method {chosen.method} is not one of --base {chosen.base}; {home}")
     method = methods[chosen.base][chosen.method]
@@ -168,7 +168,7 @@ def main(argv=None, on_step=None, own=None):
             return 130
 
     judged = method.judged(run.history, cfg)
-    run.finish(evaluate.mean_of_last(judged), len(judged))
+    run.finish(evaluate.mean_of_last(judged), judged)
 
 
 if __name__ == "__main__":

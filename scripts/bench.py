@@ -39,7 +39,7 @@ from baselines import train as baselines
 from baselines.methods import METHODS
 from scripts import full_unroll
 from scripts.timing import by_round, repeated, share_memory, spread, take_turns
-from support import augment, cli
+from support import augment, cli, config
 
 RATIOS = (("l2ac", "none"), ("l2ac", "bare"), ("full_unroll", "none"))
 MAINS = {"none": train_fixmatch.main, "l2ac": train_fixmatch.main, "full_unroll": full_unroll.main}
@@ -215,7 +215,8 @@ def measure_rivals(args):
 
 def describe(args):
     return (f"{args.model}, batch {args.batch_size}, {args.image_size} px, {args.device}, one "
-            f"thread, torch {torch.__version__}, median of {args.iters} iterations")
+            f"thread, torch {torch.__version__}, median of {args.iters} iterations (full_unroll: "
+            f"{min(args.iters, 3)})")
 
 
 def rivals_table(args, r):
@@ -253,6 +254,7 @@ def main(argv=None):
                    help="all methods on FixMatch, for 10 and for 100 classes")
     p.add_argument("--json", action="store_true")
     args = p.parse_args(argv)
+    config.kind_of_device(args.device)               # refuses a GPU that is not there
     torch.set_num_threads(1)
     share_memory()
     if args.rivals:

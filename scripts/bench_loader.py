@@ -70,8 +70,10 @@ def measure_folder(args, count, scratch):
     command = [sys.executable, "-m", "scripts.bench_loader", "--worker", str(folder), str(out)]
     for flag in ("model", "batch_size", "image_size", "iters"):
         command += [f"--{flag}", str(getattr(args, flag))]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL,
-                   env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)})    # see bench.py
+    done = subprocess.run(command, stdout=subprocess.DEVNULL,
+                          env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)})   # see bench.py
+    if done.returncode:
+        sys.exit(done.returncode)                                # the run has said why
     seconds, waits = json.loads((out / "waits.json").read_text())
     return {"seconds": statistics.median(seconds), "waiting": sum(waits) / sum(seconds),
             "memory": json.loads((out / "result.json").read_text())["peak_memory_mb"]}

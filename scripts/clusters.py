@@ -28,10 +28,6 @@ METHODS = {  # by the name of the table's row; n: the notebook's definitions
                                                     eta=config.MINI_VECTOR["eta"]),
     "**w/ L2AC**": lambda n, data, seed: n.L2AC(data, seed),
     "w/ L2AC, prior start (ours)": lambda n, data, seed: n.L2AC(data, seed, start="prior")}
-COLUMNS = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
-           "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
-           "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
-           "varies %": ("varies", ".0f")}
 
 
 def sources(root, *tags):
@@ -75,13 +71,14 @@ def run(notebook, settings=SETTINGS, seeds=SEEDS):
 
 
 def markdown(records):
-    lines = [f"| | | bACC / GM | {' | '.join(COLUMNS)} |", "|---|---|--:|" + "--:|" * len(COLUMNS)]
+    columns = ("bACC / GM", *study.COLUMNS)
+    lines = [f"| | | {' | '.join(columns)} |", "|---|---|" + "--:|" * len(columns)]
     for setting in SETTINGS:
         for method in METHODS:
             runs = [r for r in records if (r["setting"], r["method"]) == (setting, method)]
             if runs:
                 both = " / ".join(study.cell_text(runs, key, ".1f") for key in ("bacc", "gm"))
-                cells = [both, *(study.cell_text(runs, *how) for how in COLUMNS.values())]
+                cells = [both, *(study.cell_text(runs, *how) for how in study.COLUMNS.values())]
                 lines.append(f"| {setting} | {method} ({len(runs)}) | {' | '.join(cells)} |")
     return "\n".join(lines)
 

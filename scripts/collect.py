@@ -90,10 +90,20 @@ def by_seed(cell, scale, found):
     return results
 
 
-def mean_text(values, signed=False):
-    """46.5 ± 0.8, or 46.5 if there is one seed."""
+def mean_text(values):
+    """46.5 ± 0.8 with the standard deviation, or 46.5 if there is one seed."""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{'+' if signed else ''}.1f}{spread}"
+    return f"{statistics.mean(values):.1f}{spread}"
+
+
+def difference_text(values):
+    """**+2.3 ± 0.5** with the standard error, bold beyond two; +2.3 if there is one seed."""
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        return f"{mean:+.1f}"
+    error = statistics.stdev(values) / len(values) ** 0.5
+    mark = "**" if abs(mean) > 2 * error else ""
+    return f"{mark}{mean:+.1f} ± {error:.1f}{mark}"
 
 
 def ours(cell, scale, found):
@@ -134,7 +144,7 @@ def recipe_effect(cell, results, scale, found):
     if cell == plain or not seeds:
         return ""
     effects = [[results[s][key] - base[s][key] for s in seeds] for key in ("bacc", "gm")]
-    return "<br>" + " / ".join(mean_text(values, signed=True) for values in effects)
+    return "<br>" + " / ".join(map(difference_text, effects))
 
 
 def cell_text(cell, found):

@@ -4,6 +4,7 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart; a method
 in every figure. Classes run from head to tail, dark to light. Runs are read by evaluate.py, the
 figures themselves are in figures.py and training_figures.py.
 """
+import io
 import sys
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ import numpy as np
 matplotlib.use("Agg")                                # files only, no window
 from matplotlib import patheffects  # noqa: E402  (the line above comes first)
 from matplotlib import pyplot as plt
+from PIL import Image
+
+from support import checkpoint
 
 BLUE, VERMILLION, SKY, ORANGE, GREEN = "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#009E73"
 PURPLE, YELLOW, GREY, BLACK = "#CC79A7", "#F0E442", "#8C8C8C", "#000000"
@@ -234,3 +238,14 @@ def place_legend(ax):
 
 def note_on(figure, sentence):
     print(f"{figure}: {sentence}", file=sys.stderr)
+
+
+def save_figure(figure, path):
+    """Drawn in memory, so that a failure leaves the file that was there."""
+    memory = io.BytesIO()
+    figure.savefig(memory, format=path.suffix[1:])
+    if path.suffix == ".png":                        # 256 colours will do, for a third of the bytes
+        small = Image.open(memory, formats=["PNG"]).convert("RGB").quantize(256, dither=0)
+        memory = io.BytesIO()
+        small.save(memory, "PNG", optimize=True)
+    checkpoint.write(path, memory.getvalue())

@@ -7,19 +7,17 @@ The run folders are all it needs. Seeds of one setting become mean and standard 
 something is missing for a figure (bounds, true labels, an attractor), a sentence on stderr says so
 and the other figures are drawn. The numbers are evaluate.py's.
 """
-import io
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 import data
 import evaluate
 from scripts import drawing
 from scripts.training_figures import attractor, bias, curves, log_counts, losses, with_attractor
-from support import UserError, augment, checkpoint, cli, report
+from support import UserError, augment, cli, report
 
 # ---------------------------------------------------------------------------------------------
 # data
@@ -271,22 +269,11 @@ FIGURES = {f.__name__: f for f in (
     pseudo_recall, tsne, curves, losses, attractor, views)}
 
 
-def save_figure(figure, path):
-    """Drawn in memory, so that a failure leaves the file that was there."""
-    memory = io.BytesIO()
-    figure.savefig(memory, format=path.suffix[1:])
-    if path.suffix == ".png":                        # 256 colours will do, for a third of the bytes
-        small = Image.open(memory, formats=["PNG"]).convert("RGB").quantize(256, dither=0)
-        memory = io.BytesIO()
-        small.save(memory, "PNG", optimize=True)
-    checkpoint.write(path, memory.getvalue())
-
-
 def draw(name, groups, path):
     """Whether the figure could be drawn; if not, a sentence says what is missing."""
     try:
         with drawing.plt.rc_context(drawing.STYLE):
-            save_figure(FIGURES[name](groups), path)
+            drawing.save_figure(FIGURES[name](groups), path)
     except UserError as error:
         drawing.note_on(name, f"{error}; not drawn")
         return False

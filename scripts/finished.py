@@ -44,7 +44,7 @@ def read_text(path):
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; run the command of its folder again") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable") from error
     except ValueError as error:                          # not UTF-8
         raise UserError(f"{path} is damaged; {REDO}") from error
 
@@ -146,7 +146,8 @@ def read_log(path, result):
     try:
         rows = [{key: float(value) for key, value in row.items()}
                 for row in csv.DictReader(read_text(path).splitlines())]
-        rows = [row | {key: row[key] for key in ("iter", "bacc", "gm")} for row in rows]
+        if rows and not {"iter", "bacc", "gm"} <= rows[0].keys():
+            raise KeyError("a column is missing")
     except (ValueError, TypeError, KeyError, csv.Error) as error:
         raise UserError(f"{path} is damaged; {REDO}") from error
     if not rows or rows[-1]["iter"] != result["iters"]:

@@ -16,7 +16,7 @@ import evaluate
 import models
 from attractor import build_attractor
 from bilevel import snapshot, update
-from support import UserError, config
+from support import UserError, config, distributed
 from support.augment import Normalise, strong, weak
 from support.run import Run, launch
 from train_fixmatch import fixmatch_loss
@@ -98,13 +98,13 @@ def main(argv=None, on_step=None):
         with models.frozen_bn_stats(model):
             loss_bal, gradient, lower_gradient = full_unroll(
                 model, attractor, lower_loss, logits, inner, view(x_b, "balanced view", step), y_b,
-                run.mean_over_ranks)
+                distributed.mean_over_ranks)
         for p, g in zip(attractor.parameters(), gradient, strict=True):
             p.grad = g
         omega_optimizer.step()                                                 # Eq. 6
         for p, g in zip(model.parameters(), lower_gradient, strict=True):
             p.grad = torch.empty_like(p).copy_(g)             # in p's memory layout, for fused Adam
-        run.sync_gradients(model)
+        distributed.sync_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         ema.update()
@@ -112,7 +112,7 @@ def main(argv=None, on_step=None):
         if run.after_step(step, judge, y_u, mask, true_u, loss=loss, loss_x=loss_x, loss_u=loss_u,
                           loss_bal=loss_bal, omega_grad=torch.nn.utils.get_total_norm(gradient)):
             return 130
-    run.finish(evaluate.mean_of_last(run.history), len(run.history[-20:]))
+    run.finish(evaluate.mean_of_last(run.history), run.history)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ and the pseudo-labels behind them, on digits and on CIFAR-10. Also the methods a
 `python -m scripts.study` writes these tables to docs/. A difference is taken at equal seeds, which
 share their images, and counts if it exceeds two standard errors.
 """
-import statistics
-
 import numpy as np
 
 import data
@@ -20,11 +18,7 @@ def difference(ours, theirs):
     """Mean difference in bACC at equal seeds, ± standard error; bold beyond two of them."""
     ours, theirs = ({run["seed"]: run["bacc"] for run in runs} for runs in (ours, theirs))
     values = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    if len(values) < 2:
-        return ""
-    mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
-    mark = "**" if abs(mean) > 2 * error else ""
-    return f"{mark}{mean:+.1f} ± {error:.1f}{mark} ({len(values)})"
+    return f"{collect.difference_text(values)} ({len(values)})" if len(values) > 1 else ""
 
 
 def table_of(number, cell_of):

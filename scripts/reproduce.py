@@ -49,7 +49,7 @@ def hours(cell, scale):
     if cell.dataset == "bench":
         return 0.3
     if scale == "mini":
-        return MINI[cell.base]
+        return MINI[cell.base] * (0.25 if cell.dataset == "digits" else 1)
     work = 250_000 * PASSES[cell.base]
     if cell.dataset == "sun397":
         work = 69_300 * PASSES_SUN397[cell.base] * 3.67 / 0.214
@@ -303,8 +303,8 @@ def main(argv=None):
         wanted = [job for job in wanted if not job.is_in(found)]
     if args.action == "list":
         return print_commands(wanted)
-    for signum in (signal.SIGTERM, signal.SIGHUP):       # as Ctrl-C
-        signal.signal(signum, signal.default_int_handler)
+    for name in {"SIGTERM", "SIGHUP"} & set(dir(signal)):        # as Ctrl-C; Windows lacks SIGHUP
+        signal.signal(getattr(signal, name), signal.default_int_handler)
     return run_jobs(wanted, args.jobs or 1)
 
 

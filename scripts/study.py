@@ -2,8 +2,8 @@
 
     python -m scripts.reproduce run --table attractor --seeds 0 1 2 3 4 --jobs 2
     python -m scripts.reproduce collect
-    python -m scripts.study             assets/study*.png, and two tables of docs/attractor.md;
-                                        more of table 1 on digits in docs/results.md, after.md
+    python -m scripts.study             assets/study*.png, and two tables of docs/attractor.md; in
+                                        docs/results.md and after.md the tables of rankings.py
 
 The loss weighs class k by pi_k of the labels plus lambda_u times the share kept_k of the unlabeled
 images that count with pseudo-label k. If the adaptive classifier fits the posterior under this
@@ -21,6 +21,12 @@ import data
 from scripts import collect, drawing, finished, rankings, study_figures, tables
 from scripts.study_figures import METHODS
 from support import checkpoint, cli
+
+COLUMNS = {  # of the table: the number, and how it is printed
+    "kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
+    "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
+    "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
+    "varies %": ("varies", ".0f")}
 
 
 def fit(added, x):
@@ -89,22 +95,19 @@ def cell_text(runs, key, form):
 
 
 def markdown(result):
-    columns = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
-               "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
-               "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
-               "varies %": ("varies", ".0f")}
-    lines = [f"| | | {' | '.join(columns)} |", "|---|---|" + "--:|" * len(columns)]
+    lines = [f"| | | {' | '.join(COLUMNS)} |", "|---|---|" + "--:|" * len(COLUMNS)]
     for (dataset, column), rows in result.items():
         for row, runs in rows.items():
             if row in METHODS and runs:
-                cells = [cell_text(runs, *how) for how in columns.values()]
+                cells = [cell_text(runs, *how) for how in COLUMNS.values()]
                 lines.append(f"| {dataset}, {column} | {row} ({len(runs)}) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 PAIRS = (("FixMatch", "Labels alone"), ("**w/ L2AC**", "FixMatch"),
          ("**w/ L2AC**", "w/ LA, labeled rows"), ("**w/ L2AC**", "w/ LA, all rows"),
-         ("**w/ L2AC**", "w/ L2AC, vector"), ("w/ L2AC, prior start (ours)", "**w/ L2AC**"),
+         ("**w/ L2AC**", "w/ L2AC, vector"), ("w/ L2AC, vector", "w/ LA, all rows"),
+         ("w/ L2AC, prior start (ours)", "**w/ L2AC**"),
          ("w/ L2AC, prior start (ours)", "w/ LA, all rows"))
 
 
@@ -139,7 +142,7 @@ def main(argv=None):
               for cell in tables.TABLES["attractor"]}
     with plt.rc_context(drawing.STYLE):
         for name, figure in study_figures.draw(result, counts).items():
-            figure.savefig(collect.ROOT / "assets" / f"{name}.png")
+            drawing.save_figure(figure, collect.ROOT / "assets" / f"{name}.png")
             plt.close(figure)
     print(f"{', '.join(map(str, pages))} and assets/study*.png written")
 

@@ -12,7 +12,7 @@ attractor learns (docs/attractor.md); and "front", some of its rows for README.m
 import re
 from dataclasses import dataclass
 
-from support.config import TUTORIAL_METHODS
+from support.config import CORE_METHODS
 
 SCALES = ("mini", "paper")
 BENCH = "bench.json"                                     # seconds by method and number of classes
@@ -76,8 +76,8 @@ class Cell:
         """The whole command; called again after a crash, it resumes."""
         if self.dataset == "bench":
             return "python -m scripts.bench --rivals --json"
-        tutorial = self.method in TUTORIAL_METHODS and self.base != "supervised"
-        script = (f"train_{self.base}.py" if tutorial
+        core = self.method in CORE_METHODS and self.base != "supervised"
+        script = (f"train_{self.base}.py" if core
                   else f"-m baselines.train --base {self.base}")
         size = f"--scale {scale} --threads 1" if scale == "mini" else "--scale paper"
         return (f"python {script} --method {self.method} --dataset {self.dataset} {self.flags} "

@@ -42,7 +42,8 @@ def explain(error):
                 f"before is intact, start all of them again with --resume")
     if isinstance(error, OSError) and error.errno is not None:       # raised by the system
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}; what was saved before is intact"
+        return (f"{error.strerror}{where}; what was saved before is intact, run the command again "
+                f"when this is mended")
     return None
 
 

@@ -74,7 +74,6 @@ class Averages:
         sums = state.get("sums") if isinstance(state, dict) else None
         several = torch.is_tensor(sums) and sums.dim() > 0 and len(sums) > 0
         form = self.sums.cpu().expand(len(sums) if several else 1, 2, -1)
-        # not a number: the share of kept images where a run has no unlabeled ones
-        checks.compare(sums.nan_to_num() if several else sums, form, "sums")
+        checks.compare(sums, form, "sums")
         same_ranks = len(sums) == distributed.size()
         self.sums.copy_(sums[distributed.rank()] if same_ranks else sums.mean(0))

@@ -19,7 +19,8 @@ def saved_flags(state, folder, methods):
 
     methods: {base: {name: class}} of baselines/
     """
-    saved, base, method = state["config"], *map(state["config"].get, ("base", "method"))
+    saved = state["config"]
+    base, method = (str(saved.get(key)) for key in ("base", "method"))
     if "method" not in state:                         # a run of train_*.py
         groups = [config.l2ac_flags, config.BASE_FLAGS.get(base)]
     elif method in methods.get(base, ()):
@@ -52,7 +53,7 @@ def wrong_flag(saved, parser):
             good = False
         if not good:
             return f"--{key}"
-    return next((f"--{key}" for key in ("base", "dataset_info") if key not in saved), None)
+    return next((f"--{key}" for key in ("base", "dataset_info", "cwd") if key not in saved), None)
 
 
 def flaw(state):
@@ -62,7 +63,7 @@ def flaw(state):
     for key, kind in CONTENTS.items():
         if not isinstance(state.get(key), kind) or isinstance(state[key], bool):
             return f"its {key} is missing or of a wrong type"
-    if state["step"] < 0 or not is_number(state.get("seconds", 0), 0):
+    if state["step"] < 0 or not is_number(state.get("seconds"), 0):
         return "its step or seconds are not a count"
     commits = state.get("commits", [None])
     if not isinstance(commits, list) or not commits or not is_plain(commits):
@@ -192,10 +193,10 @@ def tensors(x):
 def finite(predict, folder):
     """The function `predict`, but it refuses to return what is no number: weights that are finite
     may still be absurd."""
-    def checked(x):
+    def finite_predict(x):
         result = predict(x)
         if not result.isfinite().all():
             raise UserError(f"{folder}: its network does not predict numbers; it has diverged or "
                             f"is damaged, train it again")
         return result
-    return checked
+    return finite_predict

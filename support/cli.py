@@ -29,7 +29,7 @@ def number(kind, low, high=math.inf, word=None, above=False):
         value = kind(text)
         if not low <= value <= high or value == math.inf or above and value == low:
             raise argparse.ArgumentTypeError(f"{text} is not in {'(' if above else '['}{low}, "
-                                             f"{high}]")
+                                             f"{high}{')' if high == math.inf else ']'}")
         return value
     parse.__name__ = kind.__name__          # argparse names it when the text is no number at all
     return parse

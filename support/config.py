@@ -8,6 +8,8 @@ import torch
 from support import UserError, distributed
 from support.cli import Parser, number
 
+DATA_DIR = "data"    # the default folder of archives, the only one that is created if missing
+
 # ---------------------------------------------------------------------------------------------
 # defaults: later tables win over earlier ones, a flag on the command line wins over all
 
@@ -24,7 +26,7 @@ DATASETS = {  # any other name is the user's own data, taken as it is
     # three times as large relative to the image as they would be at the original 96 px.
     "stl10": dict(n1=450, gamma_l=10, attractor_input="softmax"),
     # 300 epochs, each one pass over both sets. The random crop that the paper makes of a picture is
-    # augment.py's, of the whole picture squeezed to 224 px. BatchNorm is torchvision's.
+    # augment.py's, of the whole picture squeezed to 224 px. bn_momentum is torchvision's.
     "sun397": dict(ratio=2, model="resnet34", image_size=224, batch_size=128, batch_size_u=256,
                    iters=69_300, eval_every=231, ema=0.99, bn_momentum=0.1, tau=0.6,
                    ra_m="random", attractor_input="l2"),
@@ -38,9 +40,9 @@ MINI = dict(
     n_strong=1, threads=1)
 MINI_SMALL = dict(iters=1200, batch_size=32, eval_every=60)   # of digits and synthetic
 SMALL = ("digits", "synthetic")
-TEN_CLASSES = (*SMALL, "cifar10")                # DARP, DASO: the constants of CIFAR-10
+LIKE_CIFAR10 = (*SMALL, "cifar10")               # DARP, DASO: the constants of CIFAR-10
 # An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4
-# it could move by 25 in the paper's run, but in a miniature not even by 0.2.
+# it could move by 25 in the paper's run, but in a miniature by 0.2 at most.
 MINI_VECTOR = dict(eta=1e-2)
 RECIPES = {  # what the paper's text says, what its released code does
     "paper": dict(omega_every=1, omega_order="after", inner="adam", pseudo_from="linear",
@@ -57,14 +59,14 @@ FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "
         "data_dir", "dataset_info", "cwd")
 OF_THE_MACHINE = ("out", "device", "threads", "compile", "data_dir", "cwd")  # may differ by rank
 
-TUTORIAL_METHODS = ("l2ac", "none", "attractor", "single_level")   # --method of train_*.py
+CORE_METHODS = ("l2ac", "none", "attractor", "single_level")   # --method of train_*.py
 
 
 def read(argv, base, doc=""):
     """The configuration of a training script of FixMatch or MixMatch with L2AC."""
     cfg = resolve(parser(doc, l2ac_flags, BASE_FLAGS[base]), argv, base)
-    if cfg.method not in TUTORIAL_METHODS:
-        raise UserError(f"--method {cfg.method} is none of {', '.join(TUTORIAL_METHODS)}; the "
+    if cfg.method not in CORE_METHODS:
+        raise UserError(f"--method {cfg.method} is none of {', '.join(CORE_METHODS)}; the "
                         f"methods of baselines/ are run with `python -m baselines.train --base "
                         f"{base} --method NAME`")
     return cfg
@@ -167,7 +169,7 @@ def parser(doc, *groups):
         help="digits (default: real handwritten ones, no download), synthetic, cifar10, cifar100, "
         "stl10, sun397, or a path to an .npz file or to a folder (train/<class>/*, "
         "test/<class>/*, optional unlabeled/*)")
-    add("--data_dir", default="data", help="where the datasets are (default: data)")
+    add("--data_dir", default=DATA_DIR, help="where the datasets are (default: data)")
     add("--gamma_l", type=number(float, 1), help="N_1 / N_K of the labeled set *")
     add("--gamma_u", type=number(float, 1), help="M_1 / M_K of the unlabeled set *")
     add("--reverse_u", action="store_true", help="unlabeled set: rarest class first")
@@ -204,7 +206,8 @@ def parser(doc, *groups):
     add("--model", metavar="NAME", help="wrn-d-w, as in wrn-28-2, or resnet34 *")
     add("--wrn_quirk", action=switch, help="the released code's WRN wiring (models.Unit) **")
     add("--image_size", type=number(int, 8, 1024), help="images are resized to a square of this "
-        "many pixels; those of an own .npz stay as they are *")
+        "many pixels; those of an own .npz stay as they are, but not with "
+        "--scale mini *")
 
     add = p.add_argument_group("system").add_argument
     add("--scale", choices=("paper", "mini"), help="the paper's protocol, or the same shrunk for "

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torchvision import datasets
 
 from support import UserError
+from support.config import DATA_DIR
 from support.pictures import Pictures, Skipped, as_paths, list_classes, list_pictures
 
 MEMORY = 2**30       # bytes: pictures that take more than this once decoded stay files
@@ -29,7 +30,6 @@ ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.t
 # Raised without a network, in a read-only folder, and by files that are truncated or corrupt.
 BROKEN_ARCHIVE = (OSError, RuntimeError, EOFError, KeyError, ValueError, tarfile.TarError,
                   pickle.UnpicklingError, zlib.error)
-DATA_DIR = "data"    # the default folder of archives, the only one that is created if missing
 
 
 def find_path(path, cwd):
@@ -50,7 +50,8 @@ def read_npz(path):
     for key in [k for k in arrays if k.startswith("x_")]:
         arrays[key] = check_images(arrays[key], f"--dataset: {key} in {path}")
         if arrays[key].shape[1:] != arrays["x_train"].shape[1:]:
-            raise UserError(f"--dataset: {key} in {path} has images of another size than x_train")
+            raise UserError(f"--dataset: {key} in {path} has images of another size than x_train; "
+                            f"resize them")
     if "names" in arrays:
         names = arrays["names"]
         if names.dtype.kind != "U" or names.ndim != 1:
@@ -105,7 +106,8 @@ def check_labels(arrays, path):
         raise UserError(f"--dataset: y_train in {path} has the class number {y_train.max()}, but "
                         f"only {len(y_train)} images; number the classes from 0 without a gap")
     if y_test.max() > y_train.max():
-        raise UserError(f"--dataset: y_test in {path} has classes that y_train lacks")
+        raise UserError(f"--dataset: y_test in {path} has classes that y_train lacks; remove "
+                        f"them or add training images")
     arrays |= {"y_train": y_train.astype(np.int64), "y_test": y_test.astype(np.int64)}
     empty = np.flatnonzero(np.bincount(arrays["y_train"]) == 0)
     if len(empty):
@@ -118,8 +120,8 @@ def check_labels(arrays, path):
 
 def check_names(names, num_classes, dataset):
     if num_classes < 2:
-        raise UserError(f"--dataset {dataset}: there is one class only, at least two classes are "
-                        f"needed")
+        raise UserError(f"--dataset {dataset}: there is one class only; at least two classes are "
+                        f"needed, add another one")
     if len(names) != num_classes:
         raise UserError(f"--dataset {dataset}: there are {len(names)} class names, but the labels "
                         f"go from 0 to {num_classes - 1}; give one name for each class")
@@ -220,7 +222,7 @@ def read_folder(folder):
 def read_unknown(path, size):
     """Images to predict: (names, (N, 3, H, W)); from a picture, a folder, or an .npz's array x."""
     if not Path(path).exists():
-        raise UserError(f"--predict {path}: there is no such file or folder")
+        raise UserError(f"--predict {path}: there is no such file or folder; correct the path")
     if Path(path).suffix == ".npz":
         x = load_npz(path, "--predict", ("x",))["x"]
         x = as_tensor(check_images(x, f"--predict: x in {path}"), size)

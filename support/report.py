@@ -31,7 +31,7 @@ def check_combination(parser, args):
     asked = "--predict" if args.predict is not None else "--test" if args.test else "the table"
     for key in dict.fromkeys(key for keys in USED.values() for key in keys):
         value = getattr(args, key)
-        if value is not None and value is not False and key not in USED[asked]:       # --seed 0
+        if value is not None and value is not False and key not in USED[asked]:  # 0 is given
             where = "without --test" if asked == "the table" else f"together with {asked}"
             parser.error(f"--{key} has no effect {where}; leave it out")
     if args.json and args.markdown:

@@ -17,6 +17,7 @@ import torch
 from support import UserError, checkpoint, cli, config, distributed
 from support.averages import Averages
 from support.health import Health, NaNGuard
+from support.report import LAST
 from support.screen import Progress, print_start
 
 
@@ -29,7 +30,6 @@ class Run:
         distributed.agree({f"--{key}": value for key, value in vars(cfg).items()},
                           differ=[f"--{key}" for key in config.OF_THE_MACHINE])
         distributed.everywhere(self.check_batches)
-        self.mean_over_ranks = distributed.mean_over_ranks if self.size > 1 else list
 
     def check_batches(self):
         for key in ("batch_size", "batch_size_u"):
@@ -75,18 +75,11 @@ class Run:
         gradients = dict(zip(trained, gradients, strict=True))
         for p in params:
             p.grad = gradients.get(p)
-        self.sync_gradients(*modules)
-
-    def sync_gradients(self, *modules):
-        """Average the gradients of the local batches over ranks."""
-        if self.size > 1:
-            distributed.sync_gradients(*modules)
+        distributed.sync_gradients(*modules)
 
     def join_ranks(self, *parts):
         """Local batches -> the global batch: each part's rows of all ranks, parts end to end."""
-        if self.size > 1:
-            parts = [distributed.all_gather(part) for part in parts]
-        return torch.cat(parts)
+        return torch.cat([distributed.all_gather(part) for part in parts])
 
     def local_rows(self, x, *sizes):
         """This rank's rows of a global batch that join_ranks made of parts of these sizes."""
@@ -106,16 +99,16 @@ class Run:
         losses = {name: x.detach() if x.requires_grad else x
                   for name, x in losses.items() if x is not None}
         self.averages.add(y_u, mask, true_u, **losses)
-        # Reading the losses would wait for a GPU: there they are checked before a checkpoint only.
+        # Reading the losses would wait for a GPU: there they are checked before a checkpoint, and
+        # every 1,000 steps, or they would fill the memory.
         self.guard.pending.append((step, losses))
-        diverged = self.device.type == "cpu" and self.guard.flush()
+        due = self.device.type == "cpu" or len(self.guard.pending) == 1000
+        diverged = due and self.guard.flush()
         if self.on_step:
             self.on_step(step, losses)
         if self.progress.due():
             self.progress.show(done, self.averages.means())
-        stop = stop_signal.requested
-        if self.size > 1:
-            stop, diverged = distributed.any_rank(stop, diverged)
+        stop, diverged = distributed.any_rank(stop_signal.requested, diverged)
         if diverged:
             distributed.everywhere(self.guard.fail)
         if self.is_evaluated(done):
@@ -134,13 +127,13 @@ class Run:
     def is_evaluated(self, done):
         """At the end of an epoch, and densely at the end of the run: what is reported is the mean
         of the last 20 evaluations, and they should lie in its last tenth."""
-        left, interval = self.cfg.iters - done, self.cfg.iters // 200
-        dense = left < 20 * interval and left % interval == 0 if interval else left == 0
+        left, interval = self.cfg.iters - done, self.cfg.iters // (10 * LAST)
+        dense = left < LAST * interval and left % interval == 0 if interval else left == 0
         return dense or self.ends_epoch(done)
 
     def evaluate(self, done, judge):
         self.progress.pause()
-        row = {"iter": done} | self.averages.means(self.mean_over_ranks) | judge()
+        row = {"iter": done} | self.averages.means(distributed.mean_over_ranks) | judge()
         self.history.append(row | {"it_per_s": self.progress.rate(done)})
         if self.ends_epoch(done):       # not at other rows: a longer run drops them
             self.averages.reset()
@@ -152,7 +145,7 @@ class Run:
         self.progress.begin()
 
     def warnings(self, row):
-        """Bad signs in a row of the log. Those between two epochs average too few iterations."""
+        """Bad signs in a row of the log. Rows between two epochs average too few iterations."""
         return self.health.warnings(row) if self.ends_epoch(row["iter"]) else []
 
     def save(self, done):
@@ -162,8 +155,9 @@ class Run:
                                    seconds=self.progress.seconds, history=self.history,
                                    config=vars(self.cfg), commits=self.commits)
 
-    def finish(self, mean, evaluations):
-        """result.json and the last line on the screen. mean: evaluate.mean_of_last"""
+    def finish(self, mean, judged):
+        """result.json and the last line on the screen. mean: evaluate.mean_of_last(judged)"""
+        evaluations = len(judged[-LAST:])
         keys = ("method", "base", "dataset", "gamma_l", "gamma_u", "reverse_u", "imbalance", "beta",
                 "seed", "iters", "scale", "recipe")
         path, trained = self.folder / "result.json", self.start < self.cfg.iters

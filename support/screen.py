@@ -26,7 +26,7 @@ class Progress:
         self.seconds += time.perf_counter() - self.since
 
     def rate(self, done):
-        """Iterations per second of this process, while the clock is paused."""
+        """Iterations per second since this process began. The clock has to be paused."""
         return (done - self.start) / (self.seconds - self.before)
 
     def due(self):

@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from conftest import exit_of
 
 from scripts import bench, bench_loader, timing
 
@@ -94,3 +95,5 @@ def test_the_loader_benchmark(capsys):
     assert list(results) == ["100", "120"]
     for result in results.values():
         assert result["seconds"] > 0 and 0 <= result["waiting"] < 1 and result["memory"] > 0
+    assert exit_of(bench_loader.main, "--counts 100 --side 8 --model resnet".split(), capsys) == (
+        2, "")                                       # the run that it started has said why

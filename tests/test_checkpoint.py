@@ -21,7 +21,8 @@ from support import UserError, checkpoint
 
 
 def content(step):
-    return {"step": step, "config": {}, "history": [], "model": {"w": torch.ones(3)}, "ema": {}}
+    return {"step": step, "seconds": 0.0, "config": {}, "history": [],
+            "model": {"w": torch.ones(3)}, "ema": {}}
 
 
 def test_round_trip_and_the_one_before(tmp_path, capsys):

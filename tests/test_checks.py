@@ -121,7 +121,8 @@ def info(**values):
 ALTERED = {  # what is not a tensor: what the sentence must name
     "no model": (drop("model"), "--model"), "no info": (drop("dataset_info"), "--dataset_info"),
     "model 3": (config(model=3), "--model"), "method": (config(method=["l2ac"]), "--method"),
-    "base": (config(base="x"), "--base"), "seed": (config(seed="0"), "--seed"),
+    "base": (config(base="x"), "--base"), "base list": (config(base=["x"]), "--base"),
+    "no cwd": (drop("cwd"), "--cwd"), "seed": (config(seed="0"), "--seed"),
     "hidden": (config(hidden=2.5), "--hidden"), "quirk": (config(wrn_quirk=1), "--wrn_quirk"),
     "momentum": (config(bn_momentum=7.0), "--bn_momentum"), "iters": (config(iters="6"), "config"),
     "tensor": (config(lr=torch.ones(2)), "config"), "names": (info(names="ab"), "data"),
@@ -133,6 +134,7 @@ ALTERED = {  # what is not a tensor: what the sentence must name
     "order": (lambda state: state["history"].reverse(), "history"),
     "step": (lambda state: state.update(step=-6), "step"),
     "seconds": (lambda state: state.update(seconds="x"), "seconds"),
+    "no seconds": (lambda state: state.pop("seconds"), "seconds"),
     "commits": (lambda state: state.update(commits=[]), "commits")}
 
 
@@ -142,5 +144,5 @@ def test_an_altered_configuration_is_one_sentence(finished, tmp_path, capsys, na
     run, argv = tampered(finished, tmp_path, change)
     err = refused(run, evaluate.main, [str(run)], capsys)
     assert word in err and str(run) in err
-    if name != "base":                                       # no flag of this script
+    if name not in ("base", "base list", "no cwd"):          # no flag of this script
         refused(run, train_fixmatch.main, argv, capsys)

@@ -341,6 +341,11 @@ def test_an_imbalanced_test_set_says_how_it_was_made(runs, capsys):
     assert list(told["counts"].values()) == data.class_counts(20, 10, 10)
 
 
+def test_an_imbalanced_test_set_needs_every_class():
+    with pytest.raises(UserError, match="--test needs test images of every class"):
+        evaluate.choose_test(np.array([0, 0, 2]), 3, "longtail", 10, 0)
+
+
 def test_columns_of_different_images_are_told(runs, tmp_path, capsys):
     """none_s0 and l2ac_s0 share their split; another seed or gamma_u is another set of images."""
     evaluate.main([str(runs / "none_s0"), str(runs / "l2ac_s0")])

@@ -512,6 +512,9 @@ def test_the_effect_of_a_recipe_is_that_at_the_same_seeds():
                                     for s, b in ((0, 40), (1, 90))},
              ("mini", other.name): {0: {"bacc": 41.5, "gm": 28} | late}}
     assert collect.ours(other, "mini", found) == "41.5 / 28.0 (1)<br>+1.5 / -2.0"
+    two = found | {("mini", other.name): found["mini", other.name] | {
+        1: {"bacc": 92.5, "gm": 86} | late}}                 # +1.5 and +2.5, -2 and +6
+    assert collect.ours(other, "mini", two).endswith("<br>**+2.0 ± 0.5** / +2.0 ± 4.0")
     del found["mini", other.name][0]["judged_from"]          # a file from before it was recorded
     assert collect.ours(other, "mini", found) == "41.5 / 28.0 (1) (h)"    # cannot be compared
     del found["mini", plain.name][0]["judged_from"]

@@ -240,6 +240,18 @@ def test_guard_on_a_device_that_is_not_waited_for():
         guard.check(10, {})
 
 
+def test_a_gpu_keeps_few_losses_that_are_not_checked():
+    """However long an epoch is: they are checked after 1,000 steps."""
+    nothing = SimpleNamespace(add=lambda *a, **k: None, due=lambda: False)
+    run = SimpleNamespace(device=torch.device("cuda"), guard=NaNGuard(CFG), averages=nothing,
+                          progress=nothing, on_step=None, is_evaluated=lambda done: False)
+    with pytest.raises(UserError, match="iteration 1500"):
+        for step in range(2000):
+            Run.after_step(run, step, None, None, None, None,
+                           loss=torch.tensor(math.nan if step == 1500 else 1.0))
+    assert step == 1999
+
+
 @pytest.mark.parametrize("method,named", [("l2ac", True), ("none", False)])
 def test_guard_names_every_flag_that_may_be_the_cause(method, named):
     """Not --lr alone; and --eta only where omega has a learning rate of its own."""

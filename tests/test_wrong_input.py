@@ -232,8 +232,9 @@ def test_the_sentence_keeps_its_cause(here, command, flags, cause, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there(capsys):
-    code, err = exit_of(train_fixmatch.main, ["--device", "cuda"], capsys)
+@pytest.mark.parametrize("main", [train_fixmatch.main, bench.main])
+def test_a_device_that_is_not_there(main, capsys):
+    code, err = exit_of(main, ["--device", "cuda"], capsys)
     assert code == 2 and "--device cuda" in err
 
 
