@@ -102,7 +102,7 @@ def difference_text(values):
     if len(values) == 1:
         return f"{mean:+.1f}"
     error = statistics.stdev(values) / len(values) ** 0.5
-    mark = "**" if abs(mean) > 2 * error else ""
+    mark = "**" if abs(mean) > max(2 * error, 0.05) else ""      # not where 0.0 is shown
     return f"{mark}{mean:+.1f} ± {error:.1f}{mark}"
 
 
