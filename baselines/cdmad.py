@@ -67,7 +67,7 @@ class CDMAD(Method):
         self.start = round(START * ctx.cfg.iters)
         self.size = tuple(ctx.dataset.test_images.shape[2:])
         # ResNet-34 divides the sides by 32: BatchNorm cannot normalise one image of one pixel
-        if (ctx.cfg.cdmad_bn == "batch1" and ctx.cfg.model == "resnet34" and max(self.size) < 33):
+        if ctx.cfg.cdmad_bn == "batch1" and ctx.cfg.model == "resnet34" and max(self.size) < 33:
             raise UserError("--cdmad_bn batch1 needs images of at least 33 pixels with --model "
                             "resnet34; choose eval")
         if ctx.cfg.cdmad_image != "ones":

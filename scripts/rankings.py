@@ -77,9 +77,11 @@ def label_table(number, found):
         if not np.isfinite(kept).all() or not kept.size:             # labels alone; cRT's stage
             return ""
         right = np.nan_to_num(precision) * kept          # no precision where a class has no label
+        some = kept.sum(1) > 0                           # seeds in which any label counts
+        precise = (right[some].sum(1) / kept[some].sum(1)).mean() if some.any() else np.nan
         tail = right[:, TAIL].sum(1).mean() / unlabeled_shares(cell)[TAIL].sum()
-        return (f"{100 * kept.sum(1).mean():.0f} / {100 * (right.sum(1) / kept.sum(1)).mean():.1f}"
-                f" / {100 * tail:.0f}")
+        return (f"{100 * kept.sum(1).mean():.0f} / {100 * precise:.1f} / {100 * tail:.0f}"
+                ).replace("nan", "–")
     return table_of(number, text)
 
 

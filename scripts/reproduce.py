@@ -49,7 +49,7 @@ def hours(cell, scale):
     if cell.dataset == "bench":
         return 0.3
     if scale == "mini":
-        return MINI[cell.base] * (0.25 if cell.dataset == "digits" else 1)
+        return MINI[cell.base] * (0.25 if cell.dataset == "digits" else 1)   # smaller batches
     work = 250_000 * PASSES[cell.base]
     if cell.dataset == "sun397":
         work = 69_300 * PASSES_SUN397[cell.base] * 3.67 / 0.214

@@ -92,9 +92,11 @@ def test_pseudo_labels_by_hand():
     of the last, half of them right."""
     kept, precision = [0.05] + [0.0] * 8 + [0.02], [1.0] + [None] * 8 + [0.5]
     run = {"course": {"kept": [[0.9] * 10, kept], "precision": [[0.9] * 10, precision]}}
-    found = digits("gamma_u 1", fixmatch_abc=[run])
-    line = rankings.label_table("1-digits", found).splitlines()[-1]
-    assert line == "| FixMatch w/ ABC |  |  | 7 / 85.7 / 3 |  |"       # 0.06 of 0.07; 0.01 of 0.3
+    none = {"course": {"kept": [[0.0] * 10], "precision": [[None] * 10]}}
+    found = digits("gamma_u 1", fixmatch_daso=[none], fixmatch_abc=[run])
+    assert rankings.label_table("1-digits", found).splitlines()[-2:] == [
+        "| FixMatch w/ DASO |  |  | 0 / – / 0 |  |",
+        "| FixMatch w/ ABC |  |  | 7 / 85.7 / 3 |  |"]                 # 0.06 of 0.07; 0.01 of 0.3
     reverse = next(c for c in tables.TABLES["1-digits"] if "--reverse_u" in c.flags)
     assert rankings.unlabeled_shares(reverse)[-1] == max(rankings.unlabeled_shares(reverse)) > 0.15
 
