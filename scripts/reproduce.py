@@ -35,7 +35,7 @@ except ImportError:                                      # Windows: there a run 
 # ---------------------------------------------------------------------------------------------
 # estimated duration in hours
 
-MINI = {"supervised": 0.05, "fixmatch": 0.075, "mixmatch": 0.09}   # measured, one core of an EPYC
+MINI = {"supervised": 0.02, "fixmatch": 0.04, "mixmatch": 0.05}    # measured, one core of an EPYC
 # At full size: the paper's FixMatch makes 19.6 iterations per second on an RTX 3090. Others take
 # time in proportion to their image passes (forward 1, backward 2), to the multiplications per image
 # (WRN-28-2: 0.214 billion, ResNet-34: 3.67) and to the overhead of the method.
@@ -49,7 +49,7 @@ def hours(cell, scale):
     if cell.dataset == "bench":
         return 0.3
     if scale == "mini":
-        return MINI[cell.base] * (0.25 if cell.dataset == "digits" else 1)   # smaller batches
+        return MINI[cell.base] * (0.35 if cell.dataset == "digits" else 1)   # smaller batches
     work = 250_000 * PASSES[cell.base]
     if cell.dataset == "sun397":
         work = 69_300 * PASSES_SUN397[cell.base] * 3.67 / 0.214
