@@ -171,6 +171,12 @@ def course(rows, result):
             for tenth in range(1, 11)]
     judged = rows[-result["evaluations"]:]
     ends.append({key: statistics.mean(row[key] for row in judged) for key in judged[0]})
+    for k in range(len(result["recall"]) if "kept_0" in rows[0] else 0):
+        # of all labels that count: a class without one in some evaluation has no precision there
+        some = [row for row in judged if row[f"kept_{k}"] > 0]
+        right = sum(row[f"kept_{k}"] * row[f"precision_{k}"] for row in some)
+        kept = sum(row[f"kept_{k}"] for row in some)
+        ends[-1][f"precision_{k}"] = right / kept if some else math.nan
     found = {name: [[row[f"{name}_{k}"] for k in range(len(result["recall"]))] for row in ends]
              for name in ("recall", "kept", "precision", "bias") if f"{name}_0" in rows[0]}
     if "bias" in found:

@@ -66,19 +66,30 @@ def l2ac_over_its_parts(cell):
     return None if cell.row == "**L2AC**" else ("**L2AC**", cell.row)
 
 
+def end_of(course):
+    """Over the reported evaluations, by class: labels that count, those of known precision, those
+    that are right. (3, K) shares of the unlabeled images
+
+    In older files a class has no precision if it had no label in one of these evaluations; that of
+    the last epoch takes its place, if there is one.
+    """
+    kept, precision = (np.array(course[key], dtype=float) for key in ("kept", "precision"))
+    precision = np.where(np.isfinite(precision[-1]), precision[-1], precision[-2])
+    known = np.where(np.isfinite(precision), kept[-1], 0)
+    return np.array([kept[-1], known, known * np.nan_to_num(precision)])
+
+
 def label_table(number, found):
     """The pseudo-labels of the reported evaluations, in percent: how many unlabeled images count,
     how many of these have the right label, and how many images of the tail do both."""
     def text(cell):
-        runs = [r["course"] for r in collect.by_seed(cell, "mini", found).values()
+        runs = [end_of(r["course"]) for r in collect.by_seed(cell, "mini", found).values()
                 if "course" in r]                                    # older files have none
-        kept, precision = (np.array([run[key][-1] for run in runs], dtype=float)
-                           for key in ("kept", "precision"))         # (seeds, K)
-        if not np.isfinite(kept).all() or not kept.size:             # labels alone; cRT's stage
+        if not runs or not np.isfinite(runs).all():                  # labels alone; cRT's stage
             return ""
-        right = np.nan_to_num(precision) * kept          # no precision where a class has no label
-        some = kept.sum(1) > 0                           # seeds in which any label counts
-        precise = (right[some].sum(1) / kept[some].sum(1)).mean() if some.any() else np.nan
+        kept, known, right = np.stack(runs, axis=1)                  # (seeds, K) each
+        some = known.sum(1) > 0                          # seeds in which any label counts
+        precise = (right[some].sum(1) / known[some].sum(1)).mean() if some.any() else np.nan
         tail = right[:, TAIL].sum(1).mean() / unlabeled_shares(cell)[TAIL].sum()
         return (f"{100 * kept.sum(1).mean():.0f} / {100 * precise:.1f} / {100 * tail:.0f}"
                 ).replace("nan", "–")

@@ -62,10 +62,11 @@ def described(cell, result):
     numbers = {"seed": result["seed"], "bacc": result["bacc"], "gm": result["gm"]}
     if "kept" not in course or course["kept"][-1][0] is None:            # no unlabeled images
         return numbers
-    kept, precision = (np.array(course[key], dtype=float) for key in ("kept", "precision"))
-    right = np.nan_to_num(precision[-1]) * kept[-1]      # no precision where a class has no label
-    numbers |= {"kept": 100 * kept[-1].sum(), "right": 100 * right.sum() / kept[-1].sum(),
-                "precision_k": 100 * precision[-1],
+    kept = np.array(course["kept"], dtype=float)                         # (11, K)
+    _, known, right = rankings.end_of(course)                            # (K,) each
+    numbers |= {"kept": 100 * kept[-1].sum(),
+                "right": 100 * right.sum() / known.sum() if known.any() else np.nan,
+                "known_k": known, "right_k": right,
                 "found_k": 100 * right / rankings.unlabeled_shares(cell)}
     if "bias" in course:
         moments = [fits(np.array(b), counts, k) for b, k in zip(course["bias"], kept, strict=True)]

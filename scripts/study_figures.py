@@ -108,15 +108,15 @@ def draw_training(result):
 
 def draw_labels(result):
     """Pseudo-labels by class at the end of the run: how many images of a class count with the right
-    label, and how many of the labels of a class that count are right. Means over seeds."""
+    label, and how many of the labels of a class that count are right. Over all seeds."""
     figure, axes = panels(result, 2, 5)
     for (found, right), rows in zip(axes.T, result.values(), strict=True):
         for row, colour in METHODS.items():
             if rows[row]:
                 found.plot(mean(rows[row], "found_k"), ".-", color=colour)
-                precision = np.array([run["precision_k"] for run in rows[row]])  # (seeds, K)
-                known = np.isfinite(precision).any(0)    # on some seed a label of the class counts
-                right.plot(np.flatnonzero(known), np.nanmean(precision[:, known], 0), ".-",
+                kept, correct = (mean(rows[row], key) for key in ("known_k", "right_k"))   # (K,)
+                some = kept > 0                          # on some seed a label of the class counts
+                right.plot(np.flatnonzero(some), 100 * correct[some] / kept[some], ".-",
                            color=colour)
         found.set_xticks(range(0, 10, 3))
         right.set(xlabel="class", xticks=range(0, 10, 3))

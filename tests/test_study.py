@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from scripts import collect, rankings, study, tables
+from scripts import collect, finished, rankings, study, tables
 
 PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("attractor", "results", "after")]
 
@@ -92,13 +92,26 @@ def test_pseudo_labels_by_hand():
     of the last, half of them right."""
     kept, precision = [0.05] + [0.0] * 8 + [0.02], [1.0] + [None] * 8 + [0.5]
     run = {"course": {"kept": [[0.9] * 10, kept], "precision": [[0.9] * 10, precision]}}
-    none = {"course": {"kept": [[0.0] * 10], "precision": [[None] * 10]}}
+    none = {"course": {"kept": [[0.0] * 10] * 2, "precision": [[None] * 10] * 2}}
     found = digits("gamma_u 1", fixmatch_daso=[none], fixmatch_abc=[run])
     assert rankings.label_table("1-digits", found).splitlines()[-2:] == [
         "| FixMatch w/ DASO |  |  | 0 / – / 0 |  |",
         "| FixMatch w/ ABC |  |  | 7 / 85.7 / 3 |  |"]                 # 0.06 of 0.07; 0.01 of 0.3
     reverse = next(c for c in tables.TABLES["1-digits"] if "--reverse_u" in c.flags)
     assert rankings.unlabeled_shares(reverse)[-1] == max(rankings.unlabeled_shares(reverse)) > 0.15
+
+
+def test_precision_is_that_of_all_labels_of_the_evaluations():
+    """A class has no precision in an evaluation without a label of it: 3 of 4 are right, not none
+    of them. An older file has no mean there; the last epoch's precision takes its place."""
+    rows = [{"iter": i, "recall_0": 1.0, "kept_0": kept, "precision_0": precision}
+            for i, kept, precision in ((1, 0.5, 0.5), (2, 0.3, 2 / 3), (3, 0.0, float("nan")),
+                                       (4, 0.1, 1.0))]
+    course = finished.course(rows, {"iters": 4, "evaluations": 3, "recall": [1.0]})
+    assert course["kept"][-1] == [0.1333] and course["precision"][-1] == [0.75]
+    older = {"kept": [[0.1, 0.2, 0.3]] * 2, "precision": [[0.9, 0.5, None], [0.8, None, None]]}
+    assert rankings.end_of(older) == pytest.approx(np.array(
+        [[0.1, 0.2, 0.3], [0.1, 0.2, 0.0], [0.08, 0.1, 0.0]]))
 
 
 def test_a_cell_of_the_page_by_hand():
