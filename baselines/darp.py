@@ -65,7 +65,7 @@ def refined(Q, t, outer=10, delta=2.0):
     """R (N, K) from the stored predictions Q (N, K) and the target counts t (K,), in float64."""
     A = trim(Q, t, delta)
     H = entropy(A)[:, None]                                                    # (N, 1)
-    nu, guess = torch.ones_like(t), torch.zeros_like(t)      # starts of rows and of columns
+    nu, guess = torch.ones_like(t), torch.zeros_like(t)      # where the official code starts
     for _ in range(outer):                       # alternate between rows and columns
         a = 1 / (A * torch.exp(-nu * H)).sum(1, keepdim=True)                  # (N, 1)
         nu = guess = column_roots(A, H, a, t, guess)

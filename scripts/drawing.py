@@ -192,7 +192,7 @@ def heat(ax, matrix, names, rows=None, cmap="Blues", low=0, high=100, form="{:.0
     ax.tick_params(length=0)
     for i, j in np.ndindex(*matrix.shape) if len(names) <= 20 else ():
         dark = abs(matrix[i, j] - (low + high) / 2 * (low < 0)) > 0.6 * high
-        text = "–" if np.isnan(matrix[i, j]) else form.format(matrix[i, j])   # no image of class i
+        text = "–" if np.isnan(matrix[i, j]) else form.format(matrix[i, j])  # no image of class i
         ax.text(j, i, text, ha="center", va="center", fontsize=7.5,
                 color="white" if dark else "black")
 

@@ -139,6 +139,7 @@ def grouped(runs, unfinished=False):
     free = set(FREE) - {"iters", "dataset_info"} | {"seed"}
     groups = {}
     for run in runs:
+        # a default of 5 and 5.0 from the command line are one setting
         setting = tuple(sorted((k, str(float(v)) if type(v) is int else str(v))
                                for k, v in vars(run.cfg).items() if k not in free))
         copy = 0
