@@ -57,9 +57,9 @@ class BiasVector(nn.Module):
 def build_attractor(cfg, counts):
     """The attractor that the flags ask for. counts (K,): labeled images per class, N_k
 
-    --attractor_start prior, which is ours: the last bias begins at the centred log N_k, so the
-    bias of the labels is in the attractor from the first step on, and the omega step has to
-    learn only the rest.
+    --attractor_start prior, which is ours: the bias of the output layer begins at the centred
+    log N_k, so the bias of the labels is in the attractor from the first step on, and the omega
+    step has to learn only the rest.
     """
     vector = cfg.attractor == "vector"
     attractor = (BiasVector(len(counts)) if vector

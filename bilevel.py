@@ -63,9 +63,10 @@ def snapshot(params, optimizer, t, kind="adam"):
 def update(s, g):
     """The parameter after one step with gradient g, as a differentiable function of g.  Eq. 4
 
-    Adam is torch's, which makes the real step. The released code adds eps before the bias
-    correction, which makes it 1 / sqrt(1 - beta2^t) times as large: 32 times at the first step.
-    dL_bal/domega is proportional to eps there, so it grows by the same factor.
+    Adam is torch's, as in the real step. The released code adds eps before the bias correction.
+    This multiplies eps by 1 / sqrt(1 - beta2^t), 32 at the first step. There m_hat / sqrt(v_hat)
+    is the sign of g, so the derivative of the step is proportional to eps, and dL_bal/domega
+    grows by the same factor.
     """
     if s.kind == "sgd":
         return s.param - s.lr * g
@@ -73,7 +74,7 @@ def update(s, g):
     m = beta1 * s.m + (1 - beta1) * g
     v = beta2 * s.v + (1 - beta2) * g * g
     m_hat, v_hat = m / (1 - beta1 ** s.t), v / (1 - beta2 ** s.t)
-    # sqrt has an infinite slope at 0, where a gradient of exactly 0 at the first step puts it
+    # at the first step v_hat = g^2: where g is 0, the derivative of sqrt would be infinite
     return s.param - s.lr * m_hat / (v_hat.clamp_min(1e-30).sqrt() + s.eps)
 
 

@@ -1,7 +1,7 @@
 """Which images, which labels, in which order.
 
 A dataset is one uint8 tensor of images that stays on the device, or files that are decoded ahead
-of their use (readers.Pictures); a split is two arrays of indices into it (labeled, unlabeled); a
+of their use (support/pictures.py); a split is two arrays of indices into it (labeled, unlabeled); a
 stream turns a step number into a batch of indices. Nothing here keeps a position: every draw is a
 function of (seed, purpose, step), so a resumed run and every rank of a distributed run draw the
 same global batches. A rank keeps its slice.
@@ -47,7 +47,7 @@ def rng(seed, purpose, *numbers):
 class Dataset:
     images: torch.Tensor       # (N, 3, H, W) uint8, training images; those without a label last
     labels: np.ndarray         # (N,) int64, -1 where there is none
-    test_images: torch.Tensor  # (T, 3, H, W) uint8; both may be readers.Pictures
+    test_images: torch.Tensor  # (T, 3, H, W) uint8; both may be Pictures on file
     test_labels: torch.Tensor  # (T,) int64
     names: list                # K class names
     mean: tuple                # per channel, of images in [0, 1]
@@ -59,7 +59,7 @@ class Dataset:
 
     @cached_property
     def fingerprint(self):
-        """Tells these data from others, on any device; computed once."""
+        """Tells these data from others, on any device."""
         return readers.fingerprint(self.images, self.labels, self.test_images, self.test_labels,
                                    self.names)
 
@@ -104,8 +104,8 @@ def load_split(cfg, device):
 def load(name, data_dir=config.DATA_DIR, image_size=None, download=True, cwd=""):
     """One of BUILT_IN (an .npz in data_dir, else torchvision's reader), a path.npz or a folder.
 
-    download: an archive may be downloaded and unpacked. cwd: relative paths that lead nowhere from
-    here start there, in the folder from which a finished run was started.
+    download: an archive may be downloaded and unpacked. cwd: where a relative path that does not
+    exist here is looked up, the folder in which a finished run was started.
     """
     name = name if name in BUILT_IN else readers.find_path(name, cwd)
     archive = Path(readers.find_path(data_dir, cwd)) / f"{name}.npz"

@@ -201,7 +201,8 @@ class FinishedRun:
 
     @cached_property
     def normalise(self):
-        return Normalise(self.dataset.mean, self.dataset.std, self.device)
+        info = self.cfg.dataset_info                  # does not need the dataset
+        return Normalise(info["mean"], info["std"], self.device)
 
     @cached_property
     def test_scores(self):
@@ -290,8 +291,8 @@ def predict_pictures(run, path, out):
     """Write file, label, probability of each picture at `path`, by the run's averaged network."""
     info = run.cfg.dataset_info
     files, images = readers.read_unknown(path, info["size"])
-    normalise = Normalise(info["mean"], info["std"], run.device)
-    probability, label = scores(run.predict, images.to(run.device), normalise).softmax(1).max(1)
+    logits = scores(run.predict, images.to(run.device), run.normalise)                # (N, K)
+    probability, label = logits.softmax(1).max(1)
     report.write_predictions(out, files, [info["names"][k] for k in label.tolist()],
                              probability.tolist())
 

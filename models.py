@@ -20,7 +20,7 @@ from support import UserError, distributed
 
 
 class Norm(nn.BatchNorm2d):
-    """BatchNorm with a fixed momentum; the step counter that nobody would read is left out.
+    """BatchNorm with a fixed momentum, so without num_batches_tracked, which would not be read.
 
     shared: several ranks normalise by the statistics of the global batch, as one rank would. Unlike
     in torch's SyncBatchNorm, they can be differentiated twice and need no GPU.
@@ -55,10 +55,10 @@ class Unit(nn.Module):
     """Pre-activation residual unit: BN, act, conv, BN, act, conv, plus the shortcut.
 
     first:  the very first unit; its shortcut sees the activated tensor too.
-    quirk:  the released L2AC code's wiring, which differs in units that change the channels. There
-            the activated tensor is not used except by the very first unit; the raw one goes into
-            the convolution, and the first BN is dead: left out. At width 1 the very first unit
-            keeps its channels, so it is a unit like the others: its shortcut is the raw tensor.
+    quirk:  the released L2AC code's wiring of units that change the number of channels: the
+            convolution sees the raw tensor, so the first BN would have no effect and is left out.
+            The very first unit is an exception and keeps it. At width 1 that unit does not change
+            the channels; its shortcut then sees the raw tensor, like that of any other unit.
     """
 
     def __init__(self, c_in, c_out, stride, momentum, first=False, quirk=False):

@@ -72,7 +72,7 @@ def main(argv=None, on_step=None):
     omega_optimizer = torch.optim.Adam(attractor.parameters(), cfg.eta, fused=True)
 
     def upper_level(lower_loss, logits, z, inner, x_b, y_b):
-        """Judge the step of phi that omega brings about on a balanced batch, and move omega."""
+        """Evaluate the step of phi that omega causes, on a balanced batch, and update omega."""
         with torch.no_grad(), models.frozen_bn_stats(model):
             z_b = features(x_b)                               # (M, D)
         return omega_step(attractor, omega_optimizer, lower_loss, logits, z, inner, z_b, y_b,
@@ -82,6 +82,7 @@ def main(argv=None, on_step=None):
                     attractor if cfg.method != "none" else None)
 
     # -------------------------------------------------------------------------------------- loop
+    # resizable: no schedule depends on --iters, so --resume may change it
     start = run.open(dataset, index_l, index_u, resizable=True, parts={
         "model": model, "ema": ema.model, "attractor": attractor, "optimizer": optimizer,
         "omega_optimizer": omega_optimizer})
@@ -103,7 +104,7 @@ def main(argv=None, on_step=None):
         with torch.no_grad(), models.frozen_bn_stats(model):
             logits_u = model.classifier(features(x_w))        # (U, K)
             if adaptive_labels:
-                logits_u = logits_u + attractor(logits_u)
+                logits_u = logits_u + attractor(logits_u)     # Eq. 2
             confidence, y_u = logits_u.softmax(1).max(1)      # (U,), (U,)
             mask = (confidence >= cfg.tau).float()            # (U,)
 
@@ -122,7 +123,7 @@ def main(argv=None, on_step=None):
         if cfg.method == "none":
             l_hat = logits
         elif joint:
-            l_hat = logits + attractor(logits.detach())
+            l_hat = logits + attractor(logits.detach())       # Eq. 2
         else:
             l_hat = logits + attractor(logits.detach()).detach()   # Eq. 2; omega is constant here
         loss, loss_x, loss_u = lower_loss(l_hat)
@@ -144,7 +145,7 @@ def main(argv=None, on_step=None):
         # 7) Log, evaluation, checkpoint, stop request.
         if run.after_step(step, judge, y_u, mask, true_u, loss=loss, loss_x=loss_x, loss_u=loss_u,
                           loss_bal=loss_bal, omega_grad=omega_norm):
-            return 130
+            return 130                                        # exit code of an interrupted program
     run.finish(evaluate.mean_of_last(run.history), run.history)
 
 

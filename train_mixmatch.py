@@ -85,7 +85,7 @@ def main(argv=None, on_step=None):
     omega_optimizer = torch.optim.Adam(attractor.parameters(), cfg.eta, fused=True)
 
     def upper_level(lower_loss, logits, z, inner, x_b, y_b):
-        """Judge the step of phi that omega brings about on a balanced batch, and move omega."""
+        """Evaluate the step of phi that omega causes, on a balanced batch, and update omega."""
         with torch.no_grad(), models.frozen_bn_stats(model):
             z_b = features(x_b)                               # (M, D)
         return omega_step(attractor, omega_optimizer, lower_loss, logits, z, inner, z_b, y_b,
@@ -115,7 +115,7 @@ def main(argv=None, on_step=None):
         with torch.no_grad(), models.frozen_bn_stats(model):
             guesses = [model.classifier(features(x)) for x in (x_w, x_v)]      # (U, K) each
             if adaptive_labels:
-                guesses = [logits_u + attractor(logits_u) for logits_u in guesses]
+                guesses = [logits_u + attractor(logits_u) for logits_u in guesses]     # Eq. 2
             q_u = sharpen(sum(g.softmax(1) for g in guesses) / 2, cfg.temperature)       # (U, K)
 
         # 3) Mixup, then one forward pass over all rows of L; both levels use it. One pass, because
@@ -140,7 +140,7 @@ def main(argv=None, on_step=None):
         if cfg.method == "none":
             l_hat = logits
         elif joint:
-            l_hat = logits + attractor(logits.detach())
+            l_hat = logits + attractor(logits.detach())       # Eq. 2
         else:
             l_hat = logits + attractor(logits.detach()).detach()   # Eq. 2; omega is constant here
         loss, loss_x, loss_u = lower_loss(l_hat)
@@ -163,7 +163,7 @@ def main(argv=None, on_step=None):
         y_u, mask = q_u.argmax(1), torch.ones_like(q_u[:, 0])  # (U,) each: every guess counts
         if run.after_step(step, judge, y_u, mask, true_u, loss=loss, loss_x=loss_x, loss_u=loss_u,
                           loss_bal=loss_bal, omega_grad=omega_norm):
-            return 130
+            return 130                                        # exit code of an interrupted program
     run.finish(evaluate.mean_of_last(run.history), run.history)
 
 

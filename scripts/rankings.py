@@ -1,8 +1,8 @@
 """Which method is better, and by how much: differences between rows of Table 1 and of the ablation,
 and the pseudo-labels behind them, on digits and on CIFAR-10. Also the methods after L2AC.
 
-`python -m scripts.study` writes these tables to docs/. A difference is taken at equal seeds, which
-share their images, and counts if it exceeds two standard errors.
+`python -m scripts.study` writes these tables to docs/. Differences are paired by seed, because
+runs of a seed share their images. One counts if it exceeds two standard errors.
 """
 import numpy as np
 
@@ -15,7 +15,7 @@ BASES = {"supervised": "Vanilla", "mixmatch": "MixMatch", "fixmatch": "FixMatch"
 
 
 def difference(ours, theirs):
-    """Mean difference in bACC at equal seeds, ± standard error; bold beyond two of them."""
+    """Mean difference in bACC, paired by seed, ± standard error; bold beyond two of them."""
     ours, theirs = ({run["seed"]: run["bacc"] for run in runs} for runs in (ours, theirs))
     values = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     return f"{collect.difference_text(values)} ({len(values)})" if len(values) > 1 else ""

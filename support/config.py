@@ -245,8 +245,8 @@ def l2ac_flags(p):
     add("--inner", choices=("adam", "sgd"), help="the update of phi that is differentiated **")
     add("--attractor", choices=("mlp", "vector"), default="mlp", help="the paper's residual MLP "
         "(default), or K numbers that are the same for all images")
-    add("--attractor_start", choices=("zero", "prior"), default="zero", help="its last bias: 0 "
-        "(default, the paper's), or the centred log of the labeled images per class")
+    add("--attractor_start", choices=("zero", "prior"), default="zero", help="where the bias "
+        "of its output layer starts: 0 (default, the paper's), or the centred log class counts")
     add("--attractor_input", choices=("softmax", "l2"), help="how its input is scaled * **")
     add("--pseudo_from", choices=("linear", "adaptive", "auto"), help="who makes pseudo-labels: "
         "the linear classifier, the adaptive one, or the latter iff gamma_l = gamma_u **")

@@ -181,7 +181,7 @@ def test_which_rows_are_adjusted(tmp_path, base):
 
 
 def prior_start(zero_weight):
-    """train_*.build_attractor: the MLP whose last bias is the centred log N_k, or that vector."""
+    """train_*.build_attractor: the MLP whose output bias is the centred log N_k, or that vector."""
     def build(cfg, counts):
         log = counts.double().log()
         attractor = BiasAttractor(10) if zero_weight else BiasVector(10)
