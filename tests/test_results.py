@@ -3,6 +3,7 @@
 Of those that it writes: test_reproduce.py.
 """
 import json
+import re
 import statistics
 from collections import defaultdict
 
@@ -89,3 +90,85 @@ def test_results_are_of_one_setting_and_of_different_seeds():
 
 def test_every_result_is_shown():
     assert {"/".join(key) for key in GROUPS} <= set(CELLS.values())
+
+
+# ---------------------------------------------------------------------------------------------
+# what the front page says
+
+
+SETTINGS = ("gamma_l5_gamma_u5", "gamma_l10_gamma_u10", "gamma_l5_gamma_u1",
+            "gamma_l5_gamma_u5_reverse_u")
+ON_CIFAR10 = ("gamma_l100_gamma_u100", "gamma_l150_gamma_u150", "gamma_l100_gamma_u1",
+              "gamma_l100_gamma_u100_reverse_u")
+FRONT = " ".join((ROOT / "README.md").read_text().split())
+
+
+def by_seed(name):
+    runs = (json.loads(path.read_text()) for path in ROOT.glob(f"results/mini/{name}_s[0-9].json"))
+    return {run["seed"]: run for run in runs}
+
+
+def gains(better, worse, settings=SETTINGS):
+    """[(mean difference in bACC, beyond two standard errors)], one for each setting."""
+    found = []
+    for setting in settings:
+        a, b = (by_seed(name.replace("*", setting)) for name in (better, worse))
+        values = [a[s]["bacc"] - b[s]["bacc"] for s in a.keys() & b.keys()]
+        mean = statistics.mean(values)
+        found.append((mean, abs(mean) > 2 * statistics.stdev(values) / len(values) ** 0.5))
+    return found
+
+
+def said(sentence):
+    """The numbers that stand at # in a sentence of README.md."""
+    pattern = re.escape(sentence).replace(r"\#", r"(\d+(?:\.\d+)?)")
+    return [float(number) for number in re.search(pattern, FRONT).groups()]
+
+
+def rounded(values):
+    return [round(value, 1) for value in values]
+
+
+@pytest.mark.parametrize("sentence,better,worse,settings", [
+    ("L2AC above FixMatch by # to #, in every", "digits_fixmatch_l2ac_*", "digits_fixmatch_none_*",
+     SETTINGS),
+    ("of the labeled rows of a batch by # to #", "digits_fixmatch_l2ac_*", "digits_fixmatch_la_*",
+     SETTINGS),
+    ("(three seeds) L2AC is # to # above FixMatch", "cifar10_fixmatch_l2ac_*",
+     "cifar10_fixmatch_none_*", ON_CIFAR10)])
+def test_a_gain_of_the_front_page_is_measured_in_every_setting(sentence, better, worse, settings):
+    found = gains(better, worse, settings)
+    means = [mean for mean, _ in found]
+    assert all(sure and mean > 0 for mean, sure in found)
+    assert said(sentence) == rounded([min(means), max(means)])
+
+
+def test_other_differences_of_the_front_page():
+    l2ac, prior = "digits_fixmatch_l2ac_*", "digits_fixmatch_l2ac_*_attractor_startprior"
+    alone = [gains("digits_fixmatch_none_*", f"digits_supervised_vanilla_{s.split('_gamma_u')[0]}",
+                   [s])[0] for s in SETTINGS]
+    assert all(sure for _, sure in alone)
+    assert said("labels alone by # to # bACC") == rounded([min(alone)[0], max(alone)[0]])
+    assert not any(sure for _, sure in gains(l2ac, "digits_fixmatch_la_all_*"))
+    start = [mean for mean, sure in gains(prior, l2ac) if sure]
+    assert said("gains # to # more in two settings and loses in none") == rounded(sorted(start))
+    on_mixmatch = [mean for mean, sure in gains(*(n.replace("fixmatch", "mixmatch")
+                                                  for n in (l2ac, prior))) if sure]
+    assert said("(on MixMatch it loses # in one)") == rounded(on_mixmatch)
+    two = gains("digits_fixmatch_single_level_*", l2ac, [SETTINGS[0], SETTINGS[3]])
+    assert all(sure for _, sure in two)
+    assert said("is better than L2AC, by # and #") == rounded(sorted(mean for mean, _ in two))
+    later = [g for name in ("cdmad", "adello") for g in gains(f"digits_fixmatch_{name}_*", l2ac)]
+    assert all(sure for _, sure in later)
+    assert said("better by # to # in all four") == rounded([min(later)[0], max(later)[0]])
+
+
+def test_recalls_of_the_front_page():
+    """gamma_u 1, means over the seeds; the labels get rarer from 0 to 9."""
+    l2ac, fixmatch, labels = ([statistics.mean(r["recall"][k] for r in by_seed(name).values())
+                               for k in range(10)] for name in (
+        "digits_fixmatch_l2ac_gamma_l5_gamma_u1", "digits_fixmatch_none_gamma_l5_gamma_u1",
+        "digits_supervised_vanilla_gamma_l5"))
+    assert said("but # points below them on the digit 8") == [round(labels[8] - fixmatch[8])]
+    tail = [l2ac[k] - fixmatch[k] for k in (7, 8, 9)]
+    assert said("L2AC is # to # points above FixMatch") == [round(min(tail)), round(max(tail))]
