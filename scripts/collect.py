@@ -115,15 +115,7 @@ def ours(cell, scale, found):
         return ""
     keys = ("bacc", "gm", "acc") if cell.test else ("bacc", "gm")
     text = " / ".join(mean_text([r[key] for r in results.values()]) for key in keys)
-    # on imbalanced test sets it is the last checkpoint
-    early = "" if cell.test or all(map(in_last_tenth, results.values())) else " (h)"
-    return f"{text} ({len(results)}){early}" + recipe_effect(cell, results, scale, found)
-
-
-def in_last_tenth(result):
-    """Whether the evaluations that are averaged lie in the last tenth of the run. Those of earlier
-    results lie in its second half."""
-    return result.get("judged_from", 0) >= 0.9 * result["iters"]
+    return f"{text} ({len(results)})" + recipe_effect(cell, results, scale, found)
 
 
 def cost(cell, found):
@@ -133,14 +125,12 @@ def cost(cell, found):
 
 
 def recipe_effect(cell, results, scale, found):
-    """In the table of recipes: the difference to the paper's recipe at the same seeds, if both were
-    evaluated in the same part of the run."""
+    """In the table of recipes: the difference to the paper's recipe at the same seeds."""
     if not cell.table.startswith("recipe"):
         return ""
     plain = next(c for c in tables.TABLES[cell.table] if c.column == cell.column)
     base = by_seed(plain, scale, found)
-    seeds = [s for s in results.keys() & base.keys()
-             if in_last_tenth(results[s]) == in_last_tenth(base[s])]
+    seeds = sorted(results.keys() & base.keys())
     if cell == plain or not seeds:
         return ""
     effects = [[results[s][key] - base[s][key] for s in seeds] for key in ("bacc", "gm")]

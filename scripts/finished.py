@@ -112,6 +112,10 @@ def check_copy(path, result, expected):
         if not isinstance(part, dict):
             raise UserError(f"{path}: {key} is {part}; {REDO}")
     check_percentages(path, last, ("bacc", "gm"))
+    first = result.get("judged_from")
+    if not is_finite_number(first) or first < 0.9 * result["iters"]:
+        raise UserError(f"{path}: judged_from is {first}, so its mean is not of the last tenth of "
+                        f"the run; {REDO}")
     for kind, numbers in tests.items():
         check_test(path, kind, numbers)
 

@@ -23,7 +23,7 @@ from threading import Lock
 import torch
 
 from scripts import finished, tables
-from scripts.collect import ROOT, by_seed, collect, cost, in_last_tenth, read_results
+from scripts.collect import ROOT, by_seed, collect, cost, read_results
 from scripts.tables import BENCH, SCALES, test_set_file
 from support import UserError, checkpoint, cli
 
@@ -91,11 +91,10 @@ class Job:
         return self.tests == sorted(finished.read_tests(self.folder)[0].keys() & {*self.tests})
 
     def is_in(self, found):
-        """Whether results/ already has it, as today's command would make it."""
+        """Whether results/ already has it."""
         if self.cell.dataset == "bench":
             return all(cost(cell, found) for cell in self.cells)
-        runs = [(cell, by_seed(cell, self.scale, found).get(self.seed)) for cell in self.cells]
-        return all(run and (cell.test or in_last_tenth(run)) for cell, run in runs)
+        return all(self.seed in by_seed(cell, self.scale, found) for cell in self.cells)
 
     def commands(self):
         """[(command, file for its output or None)]: training, then imbalanced test sets."""

@@ -36,8 +36,6 @@ DOUBTS = {
          "1, at gamma_l 10 those that other papers have for gamma_l 100, gamma_u 150), so almost "
          "surely pasted; elsewhere FixMatch has 72.9 / 69.6 and 63.4 / 52.6 on STL-10, DARP "
          "77.8 / 76.5 and 69.9 / 65.4 (second-hand).",
-    "h": "Mean over the second half of the run: an older run, from before the last 20 evaluations "
-         "were moved into the last tenth; not repeated.",
     "c": "Called CReST there, CReST+ in the main table; we run CReST+.",
     "d": "Not in the paper: Tables 1 and 2 of CDMAD's paper, second-hand, under the same protocol "
          "(CDMAD with 32 labeled and 64 unlabeled images in a batch and a learning rate of its "
