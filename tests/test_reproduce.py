@@ -90,7 +90,7 @@ def test_the_miniature_tables_are_filled():
     for cell in (c for n in "14567" for c in tables.TABLES[n] if c.runs_at("mini")
                  and c.dataset == "cifar10"):
         three = cell.table == "5" or (cell.table in "16" and cell.base != "supervised" and (
-            cell.method in ("none", "abc", "la", "l2ac") and "prior" not in cell.flags))
+            cell.method in ("none", "abc", "la", "la_all", "l2ac") and "prior" not in cell.flags))
         assert set(collect.by_seed(cell, "mini", found)) >= (set(range(3)) if three else {0}), cell
     for cell in (c for c in tables.TABLES["recipe"] if c.runs_at("mini")):
         assert 0 in collect.by_seed(cell, "mini", found), cell
