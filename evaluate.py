@@ -201,7 +201,7 @@ class FinishedRun:
 
     @cached_property
     def normalise(self):
-        info = self.cfg.dataset_info                  # does not need the dataset
+        info = self.cfg.dataset_info                  # not self.dataset: --predict has none
         return Normalise(info["mean"], info["std"], self.device)
 
     @cached_property

@@ -107,16 +107,15 @@ def check_result(path, result, expected):
 def check_copy(path, result, expected):
     """A file of results/: a result.json and what `collect` adds to it."""
     check_result(path, result, expected)
-    last, tests = (result.get(key) for key in ("last", "tests"))
-    for key, part in (("last", last), ("tests", tests)):
-        if not isinstance(part, dict):
-            raise UserError(f"{path}: {key} is {part}; {REDO}")
-    check_percentages(path, last, ("bacc", "gm"))
+    for key in ("last", "tests", "course"):
+        if not isinstance(result.get(key), dict):
+            raise UserError(f"{path}: {key} is {result.get(key)}; {REDO}")
+    check_percentages(path, result["last"], ("bacc", "gm"))
     first = result.get("judged_from")
     if not is_finite_number(first) or first < 0.9 * result["iters"]:
         raise UserError(f"{path}: judged_from is {first}, so its mean is not of the last tenth of "
                         f"the run; {REDO}")
-    for kind, numbers in tests.items():
+    for kind, numbers in result["tests"].items():
         check_test(path, kind, numbers)
 
 

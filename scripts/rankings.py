@@ -83,8 +83,7 @@ def label_table(number, found):
     """The pseudo-labels of the reported evaluations, in percent: how many unlabeled images count,
     how many of these have the right label, and how many images of the tail do both."""
     def text(cell):
-        runs = [end_of(r["course"]) for r in collect.by_seed(cell, "mini", found).values()
-                if "course" in r]                                    # older files have none
+        runs = [end_of(r["course"]) for r in collect.by_seed(cell, "mini", found).values()]
         if not runs or not np.isfinite(runs).all():                  # labels alone; cRT's stage
             return ""
         kept, known, right = np.stack(runs, axis=1)                  # (seeds, K) each

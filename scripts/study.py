@@ -82,7 +82,7 @@ def study(found):
     for cell in tables.TABLES["attractor"]:
         seeds = collect.by_seed(cell, "mini", found)
         result.setdefault((cell.dataset, cell.column), {})[cell.row] = [
-            described(cell, r) for _, r in sorted(seeds.items()) if "course" in r]
+            described(cell, r) for _, r in sorted(seeds.items())]
     return result
 
 

@@ -454,7 +454,7 @@ def test_files_of_results_are_checked_when_tables_are_written(one_cell, tmp_path
     good = file.read_text()
     for values in (dict(bacc=9999), dict(method="l2ac"), dict(seed=3), dict(last=None),
                    dict(tests={"longtail": {"bacc": -1}}), dict(dataset="cifar10"),
-                   dict(judged_from=None), dict(judged_from=0)):
+                   dict(judged_from=None), dict(judged_from=0), dict(course=None)):
         file.write_text(json.dumps(json.loads(good) | values))
         code, err = exit_of(lambda _: collect_in(tmp_path), [], capsys)
         assert code == 2 and str(file) in err and err.count("\n") == 1

@@ -161,6 +161,10 @@ def test_other_differences_of_the_front_page():
     later = [g for name in ("cdmad", "adello") for g in gains(f"digits_fixmatch_{name}_*", l2ac)]
     assert all(sure for _, sure in later)
     assert said("better by # to # in all four") == rounded([min(later)[0], max(later)[0]])
+    l2ac = "cifar10_fixmatch_l2ac_*"
+    la = [g for m in ("la", "la_all") for g in gains(f"cifar10_fixmatch_{m}_*", l2ac, ON_CIFAR10)]
+    assert min(mean for mean, sure in la if sure) > 0                # level or above, never below
+    assert said("is level with L2AC or up to # above it") == rounded([max(la)[0]])
 
 
 def test_recalls_of_the_front_page():
