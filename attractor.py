@@ -11,36 +11,34 @@ classifier predicts.
 
 No optimizers, no unrolling.
 """
-from collections import OrderedDict
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
-class BiasAttractor(nn.Sequential):
-    """Delta f_omega, (N, K) -> (N, K). Give it detached logits: l^ = l + attractor(l.detach()).
+class BiasAttractor(nn.Module):
+    """Delta f_omega, (N, K) -> (N, K): l^ = l + attractor(l).
 
-    Detached, because the attractor reads the prediction, but theta and phi must not be trained
-    through what it reads. That is also why the omega step is cheap: l^ depends on phi through the
-    identity path alone.
-    The input is scaled (--attractor_input: softmax, or the L2 norm, which the paper takes for
-    CIFAR-100 and SUN397), so that its size does not drift while the logits grow.
+    Its input is detached: the attractor reads the prediction, but theta and phi must not be
+    trained through what it reads. That is also why the omega step is cheap: l^ depends on phi
+    through the identity path alone.
+    The input is scaled (softmax, or the L2 norm, which the paper takes for CIFAR-100 and SUN397),
+    so that its size does not drift while the logits grow.
     """
 
     def __init__(self, num_classes, hidden=256, norm="softmax"):
-        super().__init__(OrderedDict(
-            norm=nn.Softmax(-1) if norm == "softmax" else L2Norm(),
-            hidden=nn.Linear(num_classes, hidden), relu=nn.ReLU(),
-            out=nn.Linear(hidden, num_classes)))
+        super().__init__()
+        self.norm = partial(F.normalize, dim=-1) if norm == "l2" else nn.Softmax(-1)
+        self.hidden = nn.Linear(num_classes, hidden)
+        self.out = nn.Linear(hidden, num_classes)
         for layer in (self.hidden, self.out):
             nn.init.xavier_normal_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-
-class L2Norm(nn.Module):
-    def forward(self, x):
-        return F.normalize(x)
+    def forward(self, logits):
+        return self.out(F.relu(self.hidden(self.norm(logits.detach()))))       # (N, K)
 
 
 class BiasVector(nn.Module):
@@ -54,17 +52,15 @@ class BiasVector(nn.Module):
         return self.bias.expand_as(logits)                                     # (N, K)
 
 
-def build_attractor(cfg, counts):
-    """The attractor that the flags ask for. counts (K,): labeled images per class, N_k
+def build_attractor(num_classes, kind="mlp", hidden=256, norm="softmax", counts=None):
+    """kind: mlp or vector. counts (K,), labeled images per class N_k: start at the prior.
 
-    --attractor_start prior, which is ours: the bias of the output layer begins at the centred
-    log N_k, so the bias of the labels is in the attractor from the first step on, and the omega
-    step has to learn only the rest.
+    The start is ours: the bias of the output layer begins at the centred log N_k, so the bias of
+    the labels is in the attractor from the first step on, and the omega step learns only the rest.
     """
-    vector = cfg.attractor == "vector"
-    attractor = (BiasVector(len(counts)) if vector
-                 else BiasAttractor(len(counts), cfg.hidden, cfg.attractor_input))
-    if cfg.attractor_start == "prior":
+    vector = kind == "vector"
+    attractor = BiasVector(num_classes) if vector else BiasAttractor(num_classes, hidden, norm)
+    if counts is not None:
         log = counts.double().log()                                            # (K,)
         (attractor if vector else attractor.out).bias.data.copy_(log - log.mean())
     return attractor

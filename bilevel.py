@@ -5,117 +5,103 @@
     omega   bias attractor, l^ = l + Delta f_omega(l)     what we differentiate with respect to
 
     g(omega)    = d/dphi L(l^)                            gradient of the lower loss        Eq. 3
-    phi'(omega) = update(phi, g(omega))                   one step, SGD or Adam             Eq. 4
-    L_bal       = mean H(W' z_b + b', y_b)                the *linear* classifier, judged
-                                                          on a class-balanced batch         Eq. 5
+    phi'(omega) = phi moved by one step with g(omega)     the optimizer's, e.g. Adam        Eq. 4
+    L_bal       = mean H(W' z_b + b', y_b)                the *linear* classifier on a
+                                                          class-balanced batch              Eq. 5
     omega      <- omega - eta dL_bal/domega               through phi', a second derivative Eq. 6
 
-`reference_gradient` writes this down as it stands and lets autograd differentiate twice.
-`omega_gradient` gets the same numbers with a second derivative with respect to the logits only. The
-attractor's input is detached, so l^ depends on phi through l = W z + b only, and with r_i =
-dL/dl^_i the lower gradient is
+`unrolled_gradient` writes this down as it stands and lets autograd differentiate twice.
+`omega_gradient` gets the same numbers after the optimizer has made its step, when phi' is the live
+classifier and g stands in p.grad. Two facts make it cheap. The step moves every entry of phi by its
+own entry of g, so with C = dL_bal/dphi' * dphi'/dg, element by element, the chain rule says
+dL_bal/domega = d/domega <g(omega), C>. And the attractor's input is detached, so l^ depends on phi
+through l = W z + b only, and with r_i = dL/dl^_i the gradient is linear in r:
 
-    g_W = sum_i r_i z_i^T        g_b = sum_i r_i          linear in r.
+    g_W = sum_i r_i z_i^T        g_b = sum_i r_i
+    <g(omega), C> = sum_i <r_i(omega), u_i>               u_i = C_W z_i + C_b, a constant
 
-Let C = dL_bal/dg, a constant of phi's shape (first-order: L_bal is an ordinary function of g).
-The chain rule is then  dL_bal/domega = d/domega <g(omega), C> = d/domega sum_i <r_i(omega), u_i>
-with u_i = C_W z_i + C_b: one backward pass through N x K numbers and the small MLP. It holds for
-every lower loss that is a function of the logits l^ and every update rule of phi.
+What is left is one backward pass through N x K numbers and the small MLP. It holds for every lower
+loss that is a function of the logits l^.
 
-Where the rows of L and the balanced batch are spread over several ranks, L and L_bal are means over
-ranks, hence so are g, C and the result: `mean_over_ranks` takes these means, all else is local.
-
-No backbone pass, no data, no BatchNorm, no optimizer step on theta and phi.
+No backbone pass, no data, no optimizer step. This file and attractor.py need nothing else of the
+project: README.md shows them in another training loop.
 """
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
 
-class InnerStep(NamedTuple):
-    """What a parameter's next value depends on, apart from its gradient."""
-    param: torch.Tensor    # value before the step
-    m: torch.Tensor        # Adam's moments before the step (zeros at the first one)
-    v: torch.Tensor
-    t: int                 # number of this step, from 1
-    lr: float              # the optimizer's settings for this step
-    betas: tuple
-    eps: float
-    kind: str              # "adam": the update Adam really makes; "sgd": Eq. 4 to the letter
+def first(loss):
+    """The scalar of a loss that comes alone, or as the first of several: (L, its parts ...)."""
+    return loss[0] if isinstance(loss, tuple) else loss
 
 
-def snapshot(params, optimizer, t, kind="adam"):
-    """An InnerStep of each parameter, copied from the optimizer before it steps."""
-    group, steps = optimizer.param_groups[0], []
-    if group["weight_decay"] or group["amsgrad"]:
-        raise ValueError("bilevel.update is Adam without weight_decay and amsgrad; the omega step "
-                         "would be differentiated through another update than the optimizer's")
-    for p in params:
-        state = optimizer.state.get(p, {})
-        m, v = (state[key].clone() if key in state else torch.zeros_like(p)
-                for key in ("exp_avg", "exp_avg_sq"))
-        steps.append(InnerStep(p.detach().clone(), m, v, t, group["lr"], group["betas"],
-                               group["eps"], kind))
-    return steps
+def unrolled_gradient(attractor, lower_loss, z, classifier, optimizer, z_b, y_b):
+    """The definition: (L_bal, [dL_bal/domega]) of the step that Adam is about to make with phi.
 
-
-def update(s, g):
-    """The parameter after one step with gradient g, as a differentiable function of g.  Eq. 4
-
-    Adam is torch's, as in the real step. The released code adds eps before the bias correction.
-    This multiplies eps by 1 / sqrt(1 - beta2^t), 32 at the first step. There m_hat / sqrt(v_hat)
-    is the sign of g, so the derivative of the step is proportional to eps, and dL_bal/domega
-    grows by the same factor.
+    lower_loss  function of l^ (N, K) -> L, the scalar of Eq. 3, or a tuple that begins with it
+    z           (N, D) features of the images in L;   z_b, y_b  (M, D), (M,) of the balanced batch
     """
-    if s.kind == "sgd":
-        return s.param - s.lr * g
-    beta1, beta2 = s.betas
-    m = beta1 * s.m + (1 - beta1) * g
-    v = beta2 * s.v + (1 - beta2) * g * g
-    m_hat, v_hat = m / (1 - beta1 ** s.t), v / (1 - beta2 ** s.t)
-    # at the first step v_hat = g^2: where g is 0, the derivative of sqrt would be infinite
-    return s.param - s.lr * m_hat / (v_hat.clamp_min(1e-30).sqrt() + s.eps)
+    group = optimizer.param_groups[0]
+    lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+    phi = [p.detach().clone().requires_grad_() for p in classifier.parameters()]
+    logits = F.linear(z.detach(), *phi)                                        # (N, K)
+    l_hat = logits + attractor(logits)                                         # Eq. 2
+    loss = first(lower_loss(l_hat))                                            # Eq. 3
+    gradient = torch.autograd.grad(loss, phi, create_graph=True)
+    moved = []
+    for live, p, g in zip(classifier.parameters(), phi, gradient, strict=True):
+        state = optimizer.state[live] or {"exp_avg": 0, "exp_avg_sq": 0, "step": 0}
+        t = int(state["step"]) + 1
+        m = beta1 * state["exp_avg"] + (1 - beta1) * g
+        v = beta2 * state["exp_avg_sq"] + (1 - beta2) * g * g
+        m_hat, v_hat = m / (1 - beta1 ** t), v / (1 - beta2 ** t)
+        # where g was always 0, the derivative of the square root would be infinite
+        moved.append(p - lr * m_hat / (v_hat.clamp_min(1e-30).sqrt() + eps))   # Eq. 4
+    loss_bal = F.cross_entropy(F.linear(z_b, *moved), y_b)                     # Eq. 5
+    return loss_bal.detach(), torch.autograd.grad(loss_bal, list(attractor.parameters()))
 
 
-def omega_step(attractor, optimizer, *args):
-    """Move omega by omega_gradient, which takes the args. Returns (L_bal, gradient norm)."""
-    loss_bal, gradient = omega_gradient(attractor, *args)
-    for p, g in zip(attractor.parameters(), gradient, strict=True):
-        p.grad = g
-    optimizer.step()                                                           # Eq. 6
-    return loss_bal, torch.nn.utils.get_total_norm(gradient)
+def omega_gradient(attractor, lower_loss, logits, z, classifier, optimizer, z_b, y_b):
+    """Put dL_bal/domega into p.grad of the attractor's parameters; returns L_bal.
 
-
-def omega_gradient(attractor, lower_loss, logits, z, inner, z_b, y_b, mean_over_ranks=list):
-    """(L_bal, [dL_bal/domega]): no second derivative with respect to theta or phi.
-
-    lower_loss  function of l^ (N, K) -> (L, ...), where L is the scalar loss of Eq. 3
-    logits, z   (N, K), (N, D) of the rows of L;   z_b, y_b  (M, D), (M,) of the balanced batch
-    inner       InnerSteps of W (K, D) and b (K,)
-    mean_over_ranks   tensors -> their means (`list` leaves those of a single rank as they are)
+    Call it after optimizer.step() and before the gradients of that step are cleared.
+    logits, z   (N, K), (N, D) of the images in L as they were in that step; the others as above
     """
     logits, z = logits.detach(), z.detach()
+    phi = list(classifier.parameters())                       # phi': W (K, D), b (K,) if there is b
+    loss_bal = F.cross_entropy(classifier(z_b.detach()), y_b)                  # Eq. 5
+    c = [to_phi * step_derivative(p, optimizer)                                # dL_bal/dg
+         for p, to_phi in zip(phi, torch.autograd.grad(loss_bal, phi), strict=True)]
+    u = F.linear(z, *c)                                                        # (N, K)
     l_hat = logits + attractor(logits)                                         # Eq. 2, (N, K)
-    loss, *_ = lower_loss(l_hat)
+    loss = first(lower_loss(l_hat))                                            # Eq. 3
     r, = torch.autograd.grad(loss, l_hat, create_graph=True)                   # (N, K) dL/dl^
-    rows = r.detach()
-    g = mean_over_ranks([rows.T @ z, rows.sum(0)])                             # (K, D), (K,) Eq. 3
-    for part in g:
-        part.requires_grad_()
-    loss_bal = F.cross_entropy(F.linear(z_b, *map(update, inner, g)), y_b)     # Eq. 4, 5
-    c_weight, c_bias = mean_over_ranks(torch.autograd.grad(loss_bal, g))       # (K, D), (K,)
-    u = z @ c_weight.T + c_bias                                                # (N, K)
-    gradient = torch.autograd.grad((r * u).sum(), list(attractor.parameters()))
-    return loss_bal.detach(), mean_over_ranks(gradient)
+    for p in attractor.parameters():
+        p.grad = None
+    (r * u).sum().backward(inputs=list(attractor.parameters()))                # for Eq. 6
+    return loss_bal.detach()
 
 
-def reference_gradient(attractor, lower_loss, z, inner, z_b, y_b):
-    """The same by differentiating twice: slower, and the definition in seven lines."""
-    weight, bias = (s.param.clone().requires_grad_() for s in inner)
-    logits = F.linear(z.detach(), weight, bias)
-    l_hat = logits + attractor(logits.detach())                                # Eq. 2
-    loss, *_ = lower_loss(l_hat)
-    g = torch.autograd.grad(loss, (weight, bias), create_graph=True)           # Eq. 3
-    loss_bal = F.cross_entropy(F.linear(z_b, *map(update, inner, g)), y_b)     # Eq. 4, 5
-    return loss_bal.detach(), torch.autograd.grad(loss_bal, list(attractor.parameters()))
+def step_derivative(p, optimizer):
+    """dphi'/dg of the step that the optimizer has just made with p, element by element.   Eq. 4
+
+    Adam: phi' = phi - lr m^ / (s + eps) with s = sqrt(v^). At the first step m^ / s is the sign of
+    g, and what is left of the derivative is proportional to eps. Decoupled weight decay (AdamW)
+    does not depend on g.
+    """
+    group = next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
+    adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    coupled_decay = type(optimizer) is torch.optim.Adam and group["weight_decay"]
+    variant = any(group.get(key) for key in ("amsgrad", "dampening", "maximize"))
+    if not (adam or type(optimizer) is torch.optim.SGD) or coupled_decay or variant:
+        raise ValueError("the omega step knows the derivative of AdamW, of Adam without "
+                         "weight_decay and of SGD, without amsgrad, dampening and maximize")
+    if not adam:
+        return -group["lr"] * (1 + group["momentum"] if group["nesterov"] else 1)
+    state, (beta1, beta2) = optimizer.state[p], group["betas"]
+    t = state["step"].double()
+    m_hat = state["exp_avg"] / (1 - beta1 ** t)
+    s = (state["exp_avg_sq"] / (1 - beta2 ** t)).sqrt().clamp_min(1e-15)   # 0 where g was always 0
+    dm = (1 - beta1) / (1 - beta1 ** t)
+    ds = (1 - beta2) / (1 - beta2 ** t) * p.grad / s
+    return -group["lr"] * (dm / (s + group["eps"]) - m_hat / (s + group["eps"]) ** 2 * ds)

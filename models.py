@@ -16,37 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torchvision.models import resnet34
 
-from support import UserError, distributed
-
-
-class Norm(nn.BatchNorm2d):
-    """BatchNorm with a fixed momentum, so without num_batches_tracked, which would not be read.
-
-    shared: several ranks normalise by the statistics of the global batch, as one rank would. Unlike
-    in torch's SyncBatchNorm, they can be differentiated twice and need no GPU.
-    """
-    shared = False
-
-    def __init__(self, channels, momentum):
-        super().__init__(channels, momentum=momentum)
-        self.num_batches_tracked = None
-
-    def forward(self, x):
-        if not (self.shared and self.training):
-            return super().forward(x)
-        wide = x.to(self.running_mean.dtype)         # float32, also where autocast gives bfloat16
-        local = torch.stack(torch.var_mean(wide, (0, 2, 3), correction=0))     # (2, C)
-        within, means = distributed.stack_over_ranks(local).unbind(1)          # (ranks, C) each
-        between, mean = torch.var_mean(means, 0, correction=0)                 # (C,) each
-        var = within.mean(0) + between                                         # (C,)
-        if self.track_running_stats:
-            n = len(means) * x.numel() // len(mean)
-            self.running_mean.lerp_(mean.detach(), self.momentum)
-            self.running_var.lerp_(var.detach() * (n / (n - 1)), self.momentum)
-        scale = self.weight * (var + self.eps).rsqrt()
-        shift = self.bias - mean * scale
-        return torch.addcmul(shift[:, None, None], wide, scale[:, None, None]).to(x.dtype)
-
+from support import UserError
 
 activate = partial(F.leaky_relu, negative_slope=0.1)
 
@@ -54,25 +24,21 @@ activate = partial(F.leaky_relu, negative_slope=0.1)
 class Unit(nn.Module):
     """Pre-activation residual unit: BN, act, conv, BN, act, conv, plus the shortcut.
 
-    first:  the very first unit; its shortcut sees the activated tensor too.
-    quirk:  the released L2AC code's wiring of units that change the number of channels: the
-            convolution sees the raw tensor, so the first BN would have no effect and is left out.
-            The very first unit is an exception and keeps it. At width 1 that unit does not change
-            the channels; its shortcut then sees the raw tensor, like that of any other unit.
+    first: the very first unit; its shortcut sees the activated tensor too.
     """
 
-    def __init__(self, c_in, c_out, stride, momentum, first=False, quirk=False):
+    def __init__(self, c_in, c_out, stride, momentum, first=False):
         super().__init__()
-        self.first = first and not (quirk and c_in == c_out)
-        self.bn1 = None if quirk and c_in != c_out and not first else Norm(c_in, momentum)
+        self.first = first
+        self.bn1 = nn.BatchNorm2d(c_in, momentum=momentum)
         self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
-        self.bn2 = Norm(c_out, momentum)
+        self.bn2 = nn.BatchNorm2d(c_out, momentum=momentum)
         self.conv2 = nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
         self.shortcut = (nn.Identity() if c_in == c_out and stride == 1
                          else nn.Conv2d(c_in, c_out, 1, stride, bias=False))
 
     def forward(self, x):
-        out = x if self.bn1 is None else activate(self.bn1(x))
+        out = activate(self.bn1(x))
         shortcut = self.shortcut(out if self.first else x)
         return shortcut + self.conv2(activate(self.bn2(self.conv1(out))))
 
@@ -80,7 +46,7 @@ class Unit(nn.Module):
 class WideResNet(nn.Module):
     """WRN-d-w: a 3x3 stem, three stages of (d-4)/6 units with 16w, 32w, 64w channels."""
 
-    def __init__(self, depth, width, num_classes, bn_momentum=0.001, quirk=False):
+    def __init__(self, depth, width, num_classes, bn_momentum=0.001):
         super().__init__()
         units, widths = (depth - 4) // 6, [16, 16 * width, 32 * width, 64 * width]
         self.stem = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
@@ -88,9 +54,9 @@ class WideResNet(nn.Module):
         for s in range(3):
             for u in range(units):
                 c_in, stride = (widths[s], 1 if s == 0 else 2) if u == 0 else (widths[s + 1], 1)
-                stages.append(Unit(c_in, widths[s + 1], stride, bn_momentum, s == u == 0, quirk))
+                stages.append(Unit(c_in, widths[s + 1], stride, bn_momentum, first=s == u == 0))
         self.stages = nn.Sequential(*stages)
-        self.bn = Norm(widths[3], bn_momentum)
+        self.bn = nn.BatchNorm2d(widths[3], momentum=bn_momentum)
         self.classifier = nn.Linear(widths[3], num_classes)
         self.apply(initialise)
 
@@ -103,11 +69,11 @@ class WideResNet(nn.Module):
 
 
 class ResNet34(nn.Module):
-    """torchvision's, its last layer taken off and its BatchNorm replaced by ours."""
+    """torchvision's, its last layer taken off."""
 
     def __init__(self, num_classes, bn_momentum=0.001):
         super().__init__()
-        self.network = resnet34(norm_layer=partial(Norm, momentum=bn_momentum))
+        self.network = resnet34(norm_layer=partial(nn.BatchNorm2d, momentum=bn_momentum))
         self.classifier = nn.Linear(self.network.fc.in_features, num_classes)
         self.network.fc = nn.Identity()
         initialise(self.classifier)
@@ -127,30 +93,15 @@ def initialise(module):
         nn.init.zeros_(module.bias)
 
 
-def build(name, num_classes, bn_momentum=0.001, quirk=False):
+def build(name, num_classes, bn_momentum=0.001):
     if name == "resnet34":
         return ResNet34(num_classes, bn_momentum)
     match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
     depth, width = map(int, match.groups()) if match else (0, 0)
-    if not (10 <= depth <= 1000 and (depth - 4) % 6 == 0 and 1 <= width <= 100):
-        raise UserError(f"--model {name} is neither resnet34 nor wrn-d-w with d = 10, 16, 22, "
-                        f"..., 1000 and w = 1 to 100; choose one of these")
-    return WideResNet(depth, width, num_classes, bn_momentum, quirk)
-
-
-def build_with_ema(cfg, num_classes, device, heads=None):
-    """The network on the device, its EMA, and the function that makes features.
-
-    heads: changes the classifiers of the new network, for methods that have others
-    """
-    torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
-    model = build(cfg.model, num_classes, cfg.bn_momentum, cfg.wrn_quirk)
-    if heads:
-        heads(model)
-    for norm in norms(model):
-        norm.shared = distributed.size() > 1
-    model = model.to(device, memory_format=torch.channels_last)
-    return model, EMA(model, cfg.ema), feature_pass(model, device, cfg.dtype, cfg.compile)
+    if depth < 10 or (depth - 4) % 6 or width < 1:
+        raise UserError(f"--model {name} is neither resnet34 nor wrn-d-w with d = 10, 16, 22, ... "
+                        f"and w = 1, 2, ...; choose one of these")
+    return WideResNet(depth, width, num_classes, bn_momentum)
 
 
 class EMA:
@@ -168,25 +119,19 @@ class EMA:
 
 
 @torch.no_grad()
-def decay_weights(model, cfg):
+def decay_weights(model, rate):
     """Decoupled weight decay, after the optimizer's step and after the EMA has seen it."""
-    tensors = list(model.parameters()) + (running_statistics(model) if cfg.decay_bn else [])
-    torch._foreach_mul_(tensors, 1 - cfg.lr * cfg.weight_decay)   # one launch for all
-
-
-def running_statistics(model):
-    """BatchNorm's running means and variances, the only buffers that training moves."""
-    return [b for name, b in model.named_buffers() if "running_" in name]
+    for p in model.parameters():
+        p.mul_(1 - rate)
 
 
 def feature_pass(model, device, dtype="float32", compiled=False):
     """model.features as a function, with autocast and torch.compile where they are asked for.
 
-    Compiled on CUDA, a pass is recorded as a CUDA graph and launched as one. Not with several
-    ranks: their BatchNorm exchanges messages in between. A graph writes its result to the same
-    memory each time, hence the copy.
+    Compiled on CUDA, a pass is recorded as a CUDA graph and launched as one. A graph writes its
+    result to the same memory each time, hence the copy.
     """
-    network, graphs = model.features, compiled and device.type == "cuda" and distributed.size() == 1
+    network, graphs = model.features, compiled and device.type == "cuda"
     if compiled:
         network = torch.compile(network, dynamic=False, mode="reduce-overhead" if graphs else None)
 

@@ -47,8 +47,8 @@ LUMA = np.array([19595, 38470, 7471], np.float32).reshape(3, 1, 1) / 65536   # I
 def constants(device):
     """Grey levels (256,), the last of them (1,), colour of a box (3, 1, 1), weights of the grey
     value (3, 1, 1); copied to the device once. AutoContrast takes double precision to truncate
-    as PIL does; mps has none and may be 1 off."""
-    levels = np.arange(256, dtype="f4" if device.type == "mps" else "f8")
+    as PIL does."""
+    levels = np.arange(256, dtype=float)
     return [torch.from_numpy(a).to(device) for a in (levels, levels[255:], BOX_COLOUR, LUMA)]
 
 
@@ -61,26 +61,25 @@ class Normalise:
         self.shift = torch.from_numpy(-mean / std).to(device)
 
     def __call__(self, x, keep=None):
-        x = (x * self.scale).add_(self.shift)
+        # large sets of images stay on the host
+        x = (x.to(self.scale.device) * self.scale).add_(self.shift)
         if keep is not None:                              # (N, 1, H, W), 0 where Cutout cuts
             x.mul_(keep)
         # last, because broadcasting (3, 1, 1) over channels_last is ten times slower on a CPU
         return x.contiguous(memory_format=torch.channels_last)
 
 
-def weak(x, rng, normalise, shard=(0, 1), no_flip=False, cutout=False):
+def weak(x, rng, normalise, no_flip=False, cutout=False):
     """x: (N, 3, H, W) uint8, rng: numpy Generator -> (N, 3, H, W) float32, channels_last.
-    shard=(rank, size): x is this rank's part of a batch of N * size images. Every rank draws for
-    the whole batch and keeps its own part, so a view does not depend on the number of ranks.
     no_flip: a mirror image would show something else (digits, letters, road signs).
     cutout is for the strong view."""
-    (N, _, h, w), (rank, size) = x.shape, shard
-    local, i, j = slice(rank * N, (rank + 1) * N), np.arange(h), np.arange(w)
+    N, _, h, w = x.shape
+    i, j = np.arange(h), np.arange(w)
 
     # Zero-pad by an eighth of the smaller side (4 at 32), crop H x W, mirror with p = 0.5.
     pad = min(h, w) // 8
-    top, left = rng.integers(2 * pad + 1, size=(2, N * size))[:, local, None]    # (N, 1) each
-    flip = (rng.random(N * size)[local, None] < 0.5) & (not no_flip)
+    top, left = rng.integers(2 * pad + 1, size=(2, N, 1))                        # (N, 1) each
+    flip = (rng.random((N, 1)) < 0.5) & (not no_flip)
     row = (top + i) * (w + 2 * pad)                       # (N, H), start of the row once padded
     column = left + np.where(flip, j[::-1], j)            # (N, W)
     source = to_device(row[:, None, :, None], x) + to_device(column[:, None, None, :], x)
@@ -91,8 +90,8 @@ def weak(x, rng, normalise, shard=(0, 1), no_flip=False, cutout=False):
 
     # Cut out a square of half the smaller side (16 at 32), centred anywhere in the image.
     half = min(h, w) // 4
-    cy = rng.integers(h, size=N * size)[local, None]      # (N, 1)
-    cx = rng.integers(w, size=N * size)[local, None]
+    cy = rng.integers(h, size=(N, 1))
+    cx = rng.integers(w, size=(N, 1))
     # (N, H) and (N, W), in float32 because bool is slower on a CPU
     row = ((cy - half <= i) & (i < cy + half)).astype(np.float32)
     column = ((cx - half <= j) & (j < cx + half)).astype(np.float32)
@@ -100,11 +99,11 @@ def weak(x, rng, normalise, shard=(0, 1), no_flip=False, cutout=False):
     return normalise(x, 1 - cut)                          # (N, 1, H, W)
 
 
-def strong(x, rng, normalise, n=3, m=4, shard=(0, 1), no_flip=False):
+def strong(x, rng, normalise, n=3, m=4, no_flip=False):
     """As weak, with n random operations of level m (0 to 30) before and Cutout after.
     m="random": a separate level from [0, 30) for every image and operation."""
-    x = randaugment(x, *draw_randaugment(x.shape, rng, n, m, shard))
-    return weak(x, rng, normalise, shard, no_flip, cutout=True)
+    x = randaugment(x, *draw_randaugment(x.shape, rng, n, m))
+    return weak(x, rng, normalise, no_flip, cutout=True)
 
 
 def to_device(a, x):
@@ -116,18 +115,16 @@ def to_device(a, x):
 
 
 # ---- RandAugment ------------------------------------------------------------------------------
-def draw_randaugment(shape, rng, n, m, shard):
+def draw_randaugment(shape, rng, n, m):
     """-> operations (n, N), signed strengths (n, N), box centres (2, n, N) as fractions of W, H."""
-    (N, _, h, w), (rank, size) = shape, shard
-    op = rng.integers(len(OPS), size=(n, N * size))
+    N, _, h, w = shape
+    op = rng.integers(len(OPS), size=(n, N))
     level = rng.uniform(0, 30, size=op.shape) if m == "random" else m
     v = LO[op] + level / 30 * (HI - LO)[op]
     v = np.where(IN_PIXELS[op], v * min(h, w) / 32, v)
     v = np.where((FAMILY[op] == MOVE) & (rng.random(op.shape) < 0.5), -v, v)
     # Box: in [0, 32) of 32 pixels; the released code's np.random.uniform(32) draws from (1, 32].
-    centre = rng.random((2, *op.shape))
-    local = slice(rank * N, (rank + 1) * N)
-    return op[:, local], v[:, local], centre[:, :, local]
+    return op, v, rng.random((2, *op.shape))
 
 
 def randaugment(x, op, v, centre):
@@ -272,10 +269,3 @@ def enhance(toned, sharp, contrast, factors):
     smooth = total.add_(inner, alpha=4).div_(13).round_()           # thirteenths have no ties
     for x, base, v in zip((toned, inner), (grey, smooth), factors, strict=True):
         x.copy_((x - base).mul_(v).add_(base).clamp_(0, 255))
-
-
-def apply_op(x, name, strength, centre=(0.5, 0.5)):
-    """One operation on all images, its strength signed and in its own unit. For the tests."""
-    v = np.broadcast_to(np.asarray(strength, dtype=float), (1, len(x)))
-    centre = np.broadcast_to(np.reshape(centre, (2, 1, -1)), (2, 1, len(x)))
-    return randaugment(x, np.full((1, len(x)), NAMES.index(name)), v, centre)

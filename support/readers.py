@@ -1,250 +1,99 @@
 """Where images come from: archives by way of torchvision, .npz files, folders of pictures.
 
 A reader returns a dict of x_train, y_train, x_test, y_test and, where there are any, x_unlabeled
-and names. x is an array of images (N, H, W, 3) uint8 or, for folders, an object array of N paths,
-which `open_images` decodes into memory if they fit and otherwise when they are needed.
-What comes from a file is checked here, before anything is computed from it. Which images are
-labeled and in which order they come is data.py's business.
+and names. x is an array of images (N, H, W, 3) uint8 or, for pictures, an object array of N paths.
+Pictures are decoded once, into an array on disk that is then mapped into memory.
 """
 import hashlib
 import os
-import pickle
 import sys
-import tarfile
-import zlib
-from functools import partial
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torchvision import datasets
 
 from support import UserError
-from support.config import DATA_DIR
-from support.pictures import Pictures, Skipped, as_paths, list_classes, list_pictures
+from support.shapes import SHAPES, synthetic
 
-MEMORY = 2**30       # bytes: pictures that take more than this once decoded stay files
+CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
+STL10 = "airplane bird car cat deer dog horse monkey ship truck".split()
+BUILT_IN = {  # class names (None: the reader knows them), mean and standard deviation per channel
+    "digits": (None, (0.3053, 0.3053, 0.3053), (0.3760, 0.3760, 0.3760)),
+    "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+    "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
+    "cifar100": (None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    "stl10": (STL10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),    # CIFAR-10's
+    "sun397": (None, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),          # ImageNet's
+}
+HELD_OUT = {"digits": 40, "sun397": 50}    # test images of a class, where there is no test set
 ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz",
             "stl10": "stl10_binary.tar.gz", "sun397": "SUN397.tar.gz"}
-# Raised without a network, in a read-only folder, and by files that are truncated or corrupt.
-BROKEN_ARCHIVE = (OSError, RuntimeError, EOFError, KeyError, ValueError, tarfile.TarError,
-                  pickle.UnpicklingError, zlib.error)
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+
+
+def load(name, data_dir, image_size, rng, download=True, cwd=""):
+    """The fields of data.Dataset. rng: data.rng. download: an archive may be downloaded and unpacked.
+    cwd: where a relative path may start, too; the folder in which a finished run was started."""
+    path, data_dir = Path(find_path(name, cwd)), Path(find_path(data_dir, cwd))
+    archive = data_dir / f"{name}.npz"
+    if name == "synthetic":
+        arrays = synthetic(rng, image_size or 16)
+    elif name == "digits":
+        arrays = read_digits()
+    elif name in BUILT_IN:
+        arrays = read_npz(archive) if archive.exists() else read_archive(name, data_dir, download)
+    elif path.suffix == ".npz":
+        arrays = read_npz(path)
+    elif path.is_dir():
+        arrays = read_folder(path)
+    else:
+        raise UserError(f"--dataset {name}: not known; choose {', '.join(BUILT_IN)} or a path to "
+                        f"an .npz file or to a folder of pictures")
+    if "x_test" not in arrays:
+        arrays = hold_out_test(arrays, HELD_OUT[name], rng)
+
+    parts = [arrays[key] for key in ("x_train", "x_unlabeled", "x_test") if key in arrays]
+    some = parts[0]                                                            # (N, H, W, 3)
+    if some.dtype == object:
+        images = decode_once(np.concatenate(parts), image_size or 32, data_dir)
+        sample = np.unique(np.linspace(0, len(some) - 1, 256).astype(int))
+        some = images[sample].permute(0, 2, 3, 1).numpy()
+    else:
+        images = torch.cat([as_tensor(x, image_size and (image_size, image_size)) for x in parts])
+    labels = np.full(len(images) - len(parts[-1]), -1)
+    labels[:len(parts[0])] = arrays["y_train"]
+
+    num_classes = labels.max() + 1
+    names, mean, std = BUILT_IN.get(name) or (None, *mean_and_std(some))
+    numbered = [f"class {k}" for k in range(num_classes)]
+    names = [str(name) for name in names or arrays.get("names", numbered)]
+    if num_classes < 2 or len(names) != num_classes or len(set(names)) != num_classes:
+        raise UserError(f"--dataset {name}: there are {num_classes} classes and {len(set(names))} "
+                        f"names; at least two classes are needed, and a name of its own for each")
+    return {"images": images[:len(labels)], "labels": labels, "test_images": images[len(labels):],
+            "test_labels": torch.from_numpy(arrays["y_test"].astype(np.int64)),
+            "names": names, "mean": mean, "std": std}
 
 
 def find_path(path, cwd):
     """A path that leads nowhere from here starts in cwd."""
     there = Path(cwd, path)
-    return str(there) if not Path(path).exists() and there.exists() else path
+    return there if not Path(path).exists() and there.exists() else path
 
 
-# ---------------------------------------------------------------------------------------------
-# .npz files and archives
-
-
-def read_npz(path):
-    """x_train (N, H, W, 3) uint8 (grey: (N, H, W) or (N, H, W, 1)), y_train (N,) class numbers
-    from 0, x_test, y_test, optional x_unlabeled, names (K,) str."""
-    arrays = load_npz(path, "--dataset", ("x_train", "y_train", "x_test", "y_test"),
-                      ("x_unlabeled", "names"))
-    for key in [k for k in arrays if k.startswith("x_")]:
-        arrays[key] = check_images(arrays[key], f"--dataset: {key} in {path}")
-        if arrays[key].shape[1:] != arrays["x_train"].shape[1:]:
-            raise UserError(f"--dataset: {key} in {path} has images of another size than x_train; "
-                            f"resize them")
-    if "names" in arrays:
-        names = arrays["names"]
-        if names.dtype.kind != "U" or names.ndim != 1:
-            raise UserError(f"--dataset: names in {path} is {names.dtype} {names.shape}, it must "
-                            f"be one str for each class")
-        arrays["names"] = names.tolist()
-    return check_labels(arrays, path)
-
-
-def load_npz(path, flag, needed, optional=()):
-    """{name: array} of an .npz file that anybody may have written; nothing else in it is read."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in (*needed, *optional) if key in file.files}
-            others = sorted(set(file.files) - arrays.keys())
-    except Exception as error:                # numpy and zipfile raise a dozen kinds
-        why = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise UserError(f"{flag}: {path} cannot be read as an .npz file ({why}); write it with "
-                        f"numpy.savez") from error
-    for key in needed:
-        if key not in arrays:
-            raise UserError(f"{flag}: {path} lacks the array {key}; it must hold "
-                            f"{', '.join(needed)}")
-    for key, array in arrays.items():
-        if not isinstance(array, np.ndarray):                    # numpy gives other files as bytes
-            raise UserError(f"{flag}: {key} in {path} is not an array; write it with numpy.savez")
-    Skipped({"of an unknown name": others} if others else {}).tell(path)
-    return arrays
-
-
-def check_images(x, what):
-    """uint8, grey or colour -> (N, H, W, 3)"""
-    x = x[..., None] if x.ndim == 3 else x
-    if x.dtype != np.uint8 or x.ndim != 4 or x.shape[3] not in (1, 3) or len(x) == 0:
-        raise UserError(f"{what} is {x.dtype} {x.shape}, it must be uint8 (N, H, W, 3), or "
-                        f"(N, H, W) if grey, with N > 0")
-    if min(x.shape[1:3]) < 8:
-        raise UserError(f"{what} has images of {x.shape[1]} x {x.shape[2]} pixels, they must "
-                        f"have at least 8 x 8")
-    return x if x.shape[3] == 3 else x.repeat(3, axis=3)
-
-
-def check_labels(arrays, path):
-    """Before they are counted: np.bincount allocates as many entries as the largest number."""
-    for part in ("train", "test"):
-        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        if y.shape != (len(x),) or y.dtype.kind not in "iu" or y.min() < 0:
-            raise UserError(f"--dataset: y_{part} in {path} must be {len(x)} class numbers "
-                            f"from 0, one per image, it is {y.dtype} {y.shape}")
-    y_train, y_test = arrays["y_train"], arrays["y_test"]
-    if y_train.max() >= len(y_train):
-        raise UserError(f"--dataset: y_train in {path} has the class number {y_train.max()}, but "
-                        f"only {len(y_train)} images; number the classes from 0 without a gap")
-    if y_test.max() > y_train.max():
-        raise UserError(f"--dataset: y_test in {path} has classes that y_train lacks; remove "
-                        f"them or add training images")
-    arrays |= {"y_train": y_train.astype(np.int64), "y_test": y_test.astype(np.int64)}
-    empty = np.flatnonzero(np.bincount(arrays["y_train"]) == 0)
-    if len(empty):
-        names = dict(enumerate(arrays.get("names", ())))
-        raise UserError(f"--dataset: y_train in {path} has no image of class {empty[0]} "
-                        f"({names.get(empty[0], 'unnamed')}); number the classes from 0 without "
-                        f"a gap")
-    return arrays
-
-
-def check_names(names, num_classes, dataset):
-    if num_classes < 2:
-        raise UserError(f"--dataset {dataset}: there is one class only; at least two classes are "
-                        f"needed, add another one")
-    if len(names) != num_classes:
-        raise UserError(f"--dataset {dataset}: there are {len(names)} class names, but the labels "
-                        f"go from 0 to {num_classes - 1}; give one name for each class")
-    if len(set(names)) < num_classes:
-        twice = next(n for n in names if names.count(n) > 1)
-        raise UserError(f"--dataset {dataset}: two classes are called {twice!r}; give each a name "
-                        f"of its own")
-
-
-def read_archive(name, data_dir, download):
-    """A dataset of the paper by way of torchvision, which unpacks it and, where it is not there
-    yet, downloads it. download False: neither, nothing is written."""
-    read = {"stl10": read_stl10, "sun397": read_sun397}.get(name, read_cifar)
-    reader = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100,
-              "stl10": datasets.STL10, "sun397": datasets.SUN397}[name]
-    if not Path(data_dir).is_dir() and not (download and str(data_dir) == DATA_DIR):
-        raise UserError(f"--data_dir {data_dir}: there is no such folder; correct it, or create it "
-                        f"(mkdir -p {data_dir}) and put {ARCHIVES[name]} there"
-                        + ", or have it downloaded" * download)
-    try:
-        return read(partial(reader, download=download), data_dir)
-    except BROKEN_ARCHIVE as error:
-        done = "the download failed" if download else "only training unpacks or downloads it"
-        raise UserError(f"--dataset {name}: {data_dir} holds neither {name}.npz nor a complete "
-                        f"{ARCHIVES[name]}{'' if download else ', unpacked'}, and {done} "
-                        f"({type(error).__name__}); "
-                        f"put one of them there (and delete what a broken one has left), or use "
-                        f"--dataset digits, which needs no file") from error
-
-
-def read_digits():
-    """The 1,797 handwritten digits inside scikit-learn, 8 x 8 pixels of 17 grey levels."""
-    from sklearn.datasets import load_digits
-    digits = load_digits()
-    x = (digits.images * 255 / 16).round().astype(np.uint8)[..., None].repeat(3, axis=3)
-    names = "zero one two three four five six seven eight nine".split()
-    return {"x_train": x, "y_train": digits.target, "names": names}
-
-
-def read_cifar(reader, data_dir):
-    train, test = (reader(data_dir, train=t) for t in (True, False))
-    return {"x_train": train.data, "y_train": np.array(train.targets),
-            "x_test": test.data, "y_test": np.array(test.targets), "names": train.classes}
-
-
-def read_stl10(reader, data_dir):
-    train, test, rest = (reader(data_dir, split=s)
-                         for s in ("train", "test", "unlabeled"))
-    x = {f"x_{k}": s.data.transpose(0, 2, 3, 1)                        # (N, 96, 96, 3), a view
-         for k, s in (("train", train), ("test", test), ("unlabeled", rest))}
-    return x | {"y_train": train.labels, "y_test": test.labels}
-
-
-def read_sun397(reader, data_dir):
-    """All pictures; torchvision lists them in the order of the disk, here they are sorted."""
-    sun = reader(data_dir)
-    pairs = sorted(zip(map(str, sun._image_files), sun._labels, strict=True))
-    paths, labels = zip(*pairs, strict=True)
-    return {"x_train": as_paths(paths), "y_train": np.array(labels), "names": sun.classes}
-
-
-# ---------------------------------------------------------------------------------------------
-# folders of pictures
-
-
-def read_folder(folder):
-    """train/<class>/*, test/<class>/*, optional unlabeled/*."""
-    folder, skipped = Path(folder), Skipped()
-    for part in ("train", "test"):
-        if not (folder / part).is_dir():
-            raise UserError(f"--dataset {folder}: there is no folder {part} in it; it must hold "
-                            f"train/<class>/ and test/<class>/ with pictures, unlabeled/ if you "
-                            f"have some")
-    train, test = (list_classes(folder / part, skipped) for part in ("train", "test"))
-    strange = sorted(test.keys() - train.keys())
-    if strange:
-        raise UserError(f"--dataset {folder}: test/{strange[0]} has no counterpart; name its "
-                        f"folders as those in train/")
-    missing = sorted(train.keys() - test.keys())
-    if missing:
-        print(f"--dataset {folder}: test/ has no pictures of {', '.join(missing)}; bACC and GM "
-              f"leave out what is not tested", file=sys.stderr)
-    names, arrays = list(train), {"names": list(train)}
-    for part, classes in (("train", train), ("test", test)):
-        arrays[f"x_{part}"] = as_paths([p for files in classes.values() for p in files])
-        arrays[f"y_{part}"] = np.repeat([names.index(name) for name in classes],
-                                        [len(files) for files in classes.values()])
-    if (folder / "unlabeled").is_dir():
-        arrays["x_unlabeled"] = as_paths(list_pictures(folder / "unlabeled", skipped))
-    others = {p.name for p in folder.iterdir()} - {"train", "test"}
-    others -= {"unlabeled"} if "x_unlabeled" in arrays else set()
-    if others:
-        skipped.add("beside train, test and unlabeled", *others)
-    skipped.tell(folder)
-    return arrays
-
-
-def read_unknown(path, size):
-    """Images to predict: (names, (N, 3, H, W)); from a picture, a folder, or an .npz's array x."""
-    if not Path(path).exists():
-        raise UserError(f"--predict {path}: there is no such file or folder; correct the path")
-    if Path(path).suffix == ".npz":
-        x = load_npz(path, "--predict", ("x",))["x"]
-        x = as_tensor(check_images(x, f"--predict: x in {path}"), size)
-        return [str(i) for i in range(len(x))], x
-    skipped = Skipped()
-    files = as_paths(list_pictures(path, skipped))
-    skipped.tell(path)
-    return files.tolist(), Pictures(files, size)
-
-
-# ---------------------------------------------------------------------------------------------
-# from arrays and files to (N, 3, H, W) uint8
-
-
-def open_images(train, test, size):
-    """train: arrays that are joined, test: one array -> images and test images (N, 3, H, W)."""
-    if train[0].dtype != object:
-        return torch.cat([as_tensor(x, size) for x in train]), as_tensor(test, size)
-    train, test = Pictures(np.concatenate(train), size), Pictures(test, size)
-    if np.prod(train.shape) + np.prod(test.shape) <= MEMORY:
-        return train.in_memory(), test.in_memory()
-    return train, test
+def hold_out_test(arrays, number, rng):
+    """Set images of each class aside for testing: the same ones whatever the seed."""
+    x, y = arrays["x_train"], arrays["y_train"]
+    test = np.concatenate([np.sort(rng(0, "test", k).permutation(np.flatnonzero(y == k))[:number])
+                           for k in range(len(arrays["names"]))])
+    train = np.delete(np.arange(len(y)), test)
+    return arrays | {"x_train": x[train], "y_train": y[train], "x_test": x[test], "y_test": y[test]}
 
 
 def as_tensor(images, size):
@@ -252,34 +101,193 @@ def as_tensor(images, size):
     x = torch.from_numpy(images).permute(0, 3, 1, 2)
     if size is None or x.shape[2:] == size:
         return x.contiguous()
-    chunks = x.split(max(1, 30_000_000 // x[0].numel()))   # float takes four times the bytes
-    return torch.cat([F.interpolate(c.float(), size, mode="area").round().to(torch.uint8)
-                      for c in chunks])
+    return torch.cat([F.interpolate(chunk.float(), size, mode="area").round().to(torch.uint8)
+                      for chunk in x.split(1000)])         # float takes four times the bytes
 
 
-def colours(x):
-    """(mean, std) of each channel of images (N, H, W, 3) uint8, in [0, 1]."""
-    share = np.stack([np.bincount(x[..., c].ravel(), minlength=256) for c in range(3)])
-    share = share / share.sum(1, keepdims=True)               # (3, 256) of each grey level
+def mean_and_std(x):
+    """Of each channel of images (N, H, W, 3) uint8, in [0, 1]."""
+    counts = np.zeros((3, 256), int)
+    for i in range(0, len(x), 256):           # bincount takes eight times the bytes
+        counts += [np.bincount(x[i:i + 256, ..., c].ravel(), minlength=256) for c in range(3)]
+    share = counts / counts.sum(1, keepdims=True)             # (3, 256) of each grey level
     level = np.arange(256) / 255
     mean = share @ level
     std = np.sqrt((share * (level - mean[:, None]) ** 2).sum(1)).clip(1e-3)
     return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def fingerprint(*parts):
-    """A digest of images, labels and names: of arrays and tensors their contents, wherever they
-    are; of pictures on file the relative paths and sizes, because decoding all of them would
-    take as long as an epoch."""
-    digest = hashlib.blake2b(digest_size=16)
-    files = [path for part in parts if isinstance(part, Pictures) for path in part.paths]
-    root = os.path.commonpath(files) if files else ""            # they may be moved together
-    for part in parts:
-        if isinstance(part, Pictures):
-            part = [(path[len(root):], os.path.getsize(path)) for path in part.paths]
-        if isinstance(part, list):
-            part = np.frombuffer(ascii(part).encode(), np.uint8)
-        part = part.numpy(force=True) if torch.is_tensor(part) else part
-        digest.update(f"{part.dtype} {part.shape}".encode())     # where one part ends
-        digest.update(np.ascontiguousarray(part))
+def checksum(images, labels, test_images, test_labels, names):
+    """Tells these data from others, on any device: of all labels and at most 2,000 images a set."""
+    digest = hashlib.blake2b(ascii(names).encode(), digest_size=16)
+    for x, y in ((images, labels), (test_images, test_labels)):
+        some = np.unique(np.linspace(0, len(x) - 1, 2000).astype(int))
+        digest.update(ascii(tuple(x.shape)).encode())                # where one set ends
+        digest.update(x[some].contiguous().numpy(force=True))
+        digest.update(torch.as_tensor(y).numpy(force=True))
     return digest.hexdigest()
+
+
+def load_npz(path, flag, *needed):
+    """{name: array} of an .npz file; grey images become (N, H, W, 3)."""
+    try:
+        with np.load(path) as file:
+            arrays = {key: file[key] for key in {*needed, *file.files}}
+    except Exception as error:                # numpy and zipfile raise a dozen kinds
+        raise UserError(f"{flag} {path}: it cannot be read ({error}); write {', '.join(needed)} "
+                        f"into it with numpy.savez") from error
+    for key in arrays.keys() & {"x", "x_train", "x_test", "x_unlabeled"}:
+        x = arrays[key][..., None] if arrays[key].ndim == 3 else arrays[key]
+        if x.dtype != np.uint8 or x.ndim != 4 or x.shape[3] not in (1, 3) or len(x) == 0:
+            raise UserError(f"{flag} {path}: {key} is {x.dtype} {arrays[key].shape}, it must be "
+                            f"uint8 (N, H, W, 3), or (N, H, W) if grey, with N > 0")
+        arrays[key] = x if x.shape[3] == 3 else x.repeat(3, axis=3)
+    return arrays
+
+
+def read_npz(path):
+    """x_train (N, H, W, 3) or (N, H, W) uint8, y_train (N,) class numbers from 0, x_test, y_test,
+    optional x_unlabeled, names (K,) str."""
+    arrays = load_npz(path, "--dataset", "x_train", "y_train", "x_test", "y_test")
+    for part in ("train", "test"):
+        y, n = arrays[f"y_{part}"], len(arrays[f"x_{part}"])
+        if (y.shape != (n,) or y.dtype.kind not in "iu" or y.min() < 0
+                or y.max() >= len(np.unique(arrays["y_train"]))):
+            raise UserError(f"--dataset {path}: y_{part} must be {n} class numbers, one per image, "
+                            f"from 0 without a gap, of classes that y_train has")
+    return arrays
+
+
+def read_digits():
+    """The 1,797 handwritten digits inside scikit-learn, 8 x 8 pixels of 17 grey levels."""
+    from sklearn.datasets import load_digits  # takes a second to import
+    digits = load_digits()
+    x = (digits.images * 255 / 16).round().astype(np.uint8)[..., None].repeat(3, axis=3)
+    names = "zero one two three four five six seven eight nine".split()
+    return {"x_train": x, "y_train": digits.target, "names": names}
+
+
+def read_archive(name, data_dir, download):
+    """A dataset of the paper, by torchvision. download False: nothing is written."""
+    def read(**part):
+        return getattr(datasets, name.upper())(data_dir, download=download, **part)
+    try:
+        if name == "sun397":                  # sorted: torchvision lists in the order of the disk
+            sun = read()
+            order = np.argsort([str(path) for path in sun._image_files])
+            return {"x_train": np.array(sun._image_files, object)[order],
+                    "y_train": np.array(sun._labels)[order], "names": sun.classes}
+        if name == "stl10":
+            parts = {part: read(split=part) for part in ("train", "test", "unlabeled")}
+            return ({f"x_{part}": stl.data.transpose(0, 2, 3, 1) for part, stl in parts.items()}
+                    | {f"y_{part}": stl.labels for part, stl in parts.items()})
+        train, test = read(train=True), read(train=False)
+        return {"x_train": train.data, "y_train": np.array(train.targets), "x_test": test.data,
+                "y_test": np.array(test.targets), "names": train.classes}
+    except (OSError, RuntimeError) as error:
+        done = "the download failed" if download else "only training unpacks or downloads it"
+        raise UserError(f"--dataset {name}: {data_dir} holds neither {name}.npz nor a complete "
+                        f"{ARCHIVES[name]}, and {done} ({type(error).__name__}); put one of them "
+                        f"there, or use --dataset digits, which needs none") from error
+
+
+def list_pictures(top, skipped):
+    """The pictures in a folder and its subfolders, sorted. The other files go to `skipped`."""
+    paths = sorted(Path(folder, name) for folder, _, files in os.walk(top) for name in files)
+    pictures = [path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file()
+                and not any(part.startswith(".") for part in path.relative_to(top).parts)]
+    if not pictures:
+        raise UserError(f"{top} holds no picture ({' '.join(SUFFIXES)}); fill it or remove it")
+    skipped += set(paths) - set(pictures)
+    return pictures
+
+
+def read_folder(folder):
+    """train/<class>/*, test/<class>/*, optional unlabeled/*."""
+    arrays, skipped = {}, []
+    for part in ("train", "test"):
+        classes = {path.name: list_pictures(path, skipped)
+                   for path in sorted((folder / part).glob("[!.]*")) if path.is_dir()}
+        if not classes:
+            raise UserError(f"--dataset {folder}: there is no folder {part}/<class> in it; it must "
+                            f"hold train/<class>/, test/<class>/ and, if you have some, unlabeled/")
+        names = arrays.setdefault("names", list(classes))       # those in train
+        for name in classes.keys() - set(names):
+            raise UserError(f"--dataset {folder}: there is a folder test/{name}, but no "
+                            f"train/{name}; the classes must have the same names")
+        arrays[f"x_{part}"] = np.array(sum(classes.values(), []), object)
+        arrays[f"y_{part}"] = np.repeat([names.index(name) for name in classes],
+                                        [len(pictures) for pictures in classes.values()])
+    if (folder / "unlabeled").is_dir():
+        arrays["x_unlabeled"] = np.array(list_pictures(folder / "unlabeled", skipped), object)
+    if skipped:
+        print(f"{folder}: {len(skipped):,} files skipped (hidden or no pictures)", file=sys.stderr)
+    return arrays
+
+
+def read_unknown(path, size):
+    """Images to predict: (names, (N, 3, *size)); from a picture, a folder, or an .npz's array x."""
+    path, size = Path(path), tuple(size)
+    if not path.exists():
+        raise UserError(f"--predict {path}: there is no such file or folder; correct the path")
+    if path.suffix == ".npz":
+        x = load_npz(path, "--predict", "x")["x"]
+        return [str(i) for i in range(len(x))], as_tensor(x, size)
+    files = list_pictures(path, []) if path.is_dir() else [path]
+    images = torch.from_numpy(np.concatenate(list(decode_all(files, size))))
+    # A name may be any bytes; these can be written to a file.
+    return [os.fsencode(file).decode("utf-8", "backslashreplace") for file in files], images
+
+
+def decode(path, size):
+    """A picture of any size and mode -> (3, H, W) uint8. It is squeezed as a whole: a centre crop
+    would keep the proportions, but may cut off what the picture shows."""
+    with Image.open(path) as image:
+        image.draft(None, size[::-1])         # a large JPEG is shrunk while it is being decoded
+        image = ImageOps.exif_transpose(image)
+    if image.mode[0] in "IF":                 # 16 bits, or floats from 0 to 1: PIL would clip
+        levels = np.asarray(image, np.float64) * (255 if image.mode == "F" else 1 / 257)
+        image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:           # what is transparent becomes white
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    image = image.convert("RGB").resize(size[::-1], Image.Resampling.BILINEAR)  # antialiased
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def decode_all(paths, size):
+    """Pictures in chunks (n, 3, H, W) uint8; after the last one, all broken files are named."""
+    broken = []
+    with ThreadPoolExecutor() as pool:        # PIL releases the GIL
+        for i in range(0, len(paths), 256):
+            chunk = {path: pool.submit(decode, path, size) for path in paths[i:i + 256]}
+            broken += [str(path) for path, future in chunk.items() if future.exception()]
+            if not broken:
+                yield np.stack([future.result() for future in chunk.values()])
+    if broken:
+        raise UserError(f"{len(broken):,} files cannot be read as pictures; remove or replace "
+                        f"{', '.join(broken[:10])}{' ...' if len(broken) > 10 else ''}")
+
+
+def decode_once(paths, size, data_dir):
+    """(N, 3, size, size) uint8, mapped from a file that is written if it is not there yet. Where a
+    picture is added, changed or removed, it is another file."""
+    files = [(os.path.abspath(p), os.path.getsize(p), os.path.getmtime(p)) for p in paths]
+    key = hashlib.blake2b(ascii((files, size)).encode(), digest_size=16).hexdigest()
+    cache = data_dir / "cache" / f"{key}.npy"
+    if not cache.exists():
+        print(f"decoding {len(paths):,} pictures into {cache}: once", file=sys.stderr)
+        header = {"descr": "|u1", "fortran_order": False, "shape": (len(paths), 3, size, size)}
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=cache.parent) as scratch:
+                with open(Path(scratch, "pictures"), "wb") as file:
+                    np.lib.format.write_array_header_1_0(file, header)
+                    for chunk in decode_all(paths, (size, size)):
+                        file.write(chunk)
+                os.replace(file.name, cache)
+        except OSError as error:
+            raise UserError(f"--data_dir {data_dir}: decoded pictures cannot be written there "
+                            f"({error.strerror}); choose another folder, or make room") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")       # read-only: fine, nobody writes to images
+        return torch.from_numpy(np.load(cache, mmap_mode="r"))
