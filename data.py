@@ -2,8 +2,7 @@
 
 A dataset is one uint8 tensor of images; a split is two arrays of indices into it (labeled,
 unlabeled); a stream turns a step number into a batch of indices. Nothing here keeps a position:
-every draw is a function of (seed, purpose, step), so a resumed run draws the same batches, and so
-does every process of a distributed run, which keeps its slice.
+every draw is a function of (seed, purpose, step), so a resumed run draws the same batches.
 No files (support/readers.py), no augmentation (support/augment.py), no networks, no losses.
 """
 import zlib
@@ -79,14 +78,14 @@ class Dataset:
         return torch.from_numpy(np.bincount(labels[labels >= 0], minlength=self.num_classes))
 
 
-def load(name, data_dir="data", image_size=None, download=True, cwd=""):
+def load(name, data_dir="data", image_size=None):
     """A built-in dataset, a path to an .npz file, or a folder of pictures: support/readers.py."""
-    return Dataset(**readers.load(name, data_dir, image_size, rng, download, cwd))
+    return Dataset(**readers.load(name, data_dir, image_size, rng))
 
 
 def load_split(cfg, device):
     """The dataset on the device, and the indices of its labeled and of its unlabeled images."""
-    dataset = distributed.wait_for_rank0(lambda: load(cfg.dataset, cfg.data_dir, cfg.image_size))
+    dataset = load(cfg.dataset, cfg.data_dir, cfg.image_size)
     return dataset.to(device), *split(dataset, cfg)
 
 

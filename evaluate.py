@@ -8,15 +8,18 @@
     python evaluate.py runs/a --predict PATH --csv out.csv         label pictures
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
-thirds of the classes, ordered by the number of labeled images. First the metrics, then the command
-line; what it prints is made in support/report.py. No training, no plots.
+thirds of the classes, ordered by the number of labeled images. No training, no plots.
 """
-import argparse
+import csv
+import json
 import math
+import sys
+from pathlib import Path
 
 import torch
 
-from support import exit_cleanly
+import data
+from support import UserError, config, exit_cleanly, readers
 
 
 def average(values):
@@ -135,3 +138,105 @@ def pseudo_labels(logits, labels, tau):
               "precision_kept": sure.diagonal() / sure.sum(0),
               "confusion": every / every.sum(1, keepdim=True)}
     return {key: (100 * share).tolist() for key, share in shares.items()}
+
+
+# ---------------------------------------------------------------------------------------------
+# imbalanced test sets
+
+
+def choose_test(labels, num_classes, kind, gamma, seed):
+    """Indices of an imbalanced test set. labels (T,): of all test images.
+
+    longtail, reversed, random: the paper's Test-1, -2, -3. The paper does not define the last;
+    here class counts are uniform between 1/gamma of the images and all of them.
+    """
+    members = [data.rng(seed, "test set", k).permutation((labels == k).nonzero()[0])
+               for k in range(num_classes)]
+    full = min(len(m) for m in members)
+    counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
+    if min(counts) < 1:
+        raise UserError(f"--gamma_t {gamma:g}: a class would be left without a test image, the "
+                        f"smallest has {full}; choose a smaller one, or leave --test out")
+    if kind == "random":
+        counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)
+    return [i for m, n in zip(members, counts, strict=True) for i in m[:n]]
+
+
+def on_imbalanced(run, kind, gamma, seed):
+    """({class name: test images}, metrics) of a run's last checkpoint on what choose_test chooses.
+
+    run: support.report.FinishedRun
+    """
+    dataset, predicted = run.dataset, run.test_scores.argmax(1)
+    index = choose_test(dataset.test_labels.cpu().numpy(), dataset.num_classes, kind, gamma, seed)
+    confusion = confusion_matrix(dataset.test_labels[index], predicted[index], dataset.num_classes)
+    return dict(zip(dataset.names, confusion.sum(1).tolist(), strict=True)), metrics(confusion)
+
+
+# ---------------------------------------------------------------------------------------------
+# the command line
+
+
+def list_runs(folder):
+    """A line for each run below a folder: bACC and GM as reported, or the last ones so far."""
+    found = sorted(path.parent for path in Path(folder).rglob("config.json"))
+    if not found:
+        raise UserError(f"{folder} holds no run; name a folder that a training script wrote, or "
+                        f"one that holds such folders")
+    for place in found:
+        numbers = {"bacc": "nan", "gm": "nan", "iter": 0}
+        if (place / "result.json").exists():
+            numbers = json.loads((place / "result.json").read_text())
+        elif (place / "log.csv").exists():
+            *_, numbers = csv.DictReader((place / "log.csv").read_text().splitlines())
+        print(f"{float(numbers['bacc']):7.2f} {float(numbers['gm']):7.2f}  "
+              f"{place.relative_to(folder)}" + f" (at {numbers.get('iter')})" * ("iter" in numbers))
+
+
+def predict_pictures(run, path, out):
+    """Write file, label, probability of each picture at `path`, by the run's averaged network."""
+    info = run.cfg.dataset_info
+    files, images = readers.read_unknown(path, info["size"])
+    logits = scores(run.predict, images, run.normalise)                      # (N, K)
+    rows = [(file, info["names"][k], f"{p:.4f}") for file, p, k in zip(
+        files, *(t.tolist() for t in logits.softmax(1).max(1)), strict=True)]
+    file = open(out, "w", newline="", encoding="utf-8") if out else sys.stdout
+    csv.writer(file, lineterminator="\n").writerows([("file", "label", "probability"), *rows])
+    if out:
+        file.close()
+        print(f"{len(files)} predictions in {out}")
+
+
+def main(argv=None):
+    from support import report  # here: it imports the training files, which import this one
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    add = p.add_argument
+    add("runs", nargs="+", help="run folders; seeds of one setting are averaged in one column")
+    add("--pseudo", action="store_true", help="also the pseudo-labels of the unlabeled set, made "
+        "by the EMA model from images without augmentation (needs their true labels)")
+    add("--test", choices=("longtail", "reversed", "random"),
+        help="the last checkpoints on an imbalanced test set")
+    add("--gamma_t", type=float, default=10.0, help="its imbalance (default: 10)")
+    add("--seed", type=int, default=0, help="which images are in it (default: 0)")
+    add("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz file with "
+        "images x: a label and its probability for each")
+    add("--csv", metavar="FILE", help="where the predictions go (default: the screen)")
+    add("--device", default="cpu", help="where the networks predict")
+    args = p.parse_args(argv)
+    if len(args.runs) == 1 and not (Path(args.runs[0]) / "last.pt").exists():
+        return list_runs(args.runs[0])
+    runs = [report.load_run(folder, args.device) for folder in args.runs]
+    if args.predict:
+        predict_pictures(runs[0], args.predict, args.csv)
+    elif args.test:
+        for run in runs:
+            counts, result = on_imbalanced(run, args.test, args.gamma_t, args.seed)
+            print(f"bACC {result['bacc']:6.2f}  GM {result['gm']:6.2f}  ACC {result['acc']:6.2f}  "
+                  f"{run.folder}")
+        print(", ".join(f"{name} {n}" for name, n in counts.items()))          # test images
+    else:
+        report.print_reported(runs, args.pseudo)
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

@@ -2,8 +2,6 @@
 
 Every network here has `features(x)` (N, D) and a linear `classifier`, because L2AC needs the two
 apart: theta is what makes the features, phi = (W, b) is the classifier.
-
-No attractor, no losses.
 """
 import re
 from contextlib import contextmanager

@@ -49,8 +49,8 @@ def flags(p):
 
 def l2ac_flags(p):
     add = p.add_argument_group("L2AC").add_argument
-    add("--method", type=config.tutorial_method, default="l2ac",
-        help="l2ac, or none: plain FixMatch")
+    add("--method", choices=("l2ac", "none"), default="l2ac", help="none: plain FixMatch; other "
+        "methods, and ablations of L2AC, run with `python -m baselines.train --method NAME`")
     add("--eta", type=float, default=1e-4, help="learning rate of omega's Adam")
     add("--omega_every", type=int, default=1, help="iterations between omega steps")
     add("--hidden", type=int, default=256, help="width of the attractor")

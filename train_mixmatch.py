@@ -44,8 +44,8 @@ def flags(p):
 
 def l2ac_flags(p):
     add = p.add_argument_group("L2AC").add_argument
-    add("--method", type=config.tutorial_method, default="l2ac",
-        help="l2ac, or none: plain MixMatch")
+    add("--method", choices=("l2ac", "none"), default="l2ac", help="none: plain MixMatch; other "
+        "methods, and ablations of L2AC, run with `python -m baselines.train --method NAME`")
     add("--eta", type=float, default=1e-4, help="learning rate of omega's Adam")
     add("--omega_every", type=int, default=1, help="iterations between omega steps")
     add("--hidden", type=int, default=256, help="width of the attractor")
@@ -169,7 +169,7 @@ def main(argv=None, on_step=None):
         models.decay_weights(model, cfg.lr * cfg.weight_decay)
 
         # 6) Log, evaluation, checkpoint, stop request.
-        y_u, mask = q_u.argmax(1), torch.ones_like(q_u[:, 0])  # (U,) each: every guess counts
+        y_u, mask = q_u.argmax(1), torch.ones(len(q_u), device=device)         # every guess counts
         run.after_step(step, y_u, mask, true_u, loss_x=loss_x, loss_u=loss_u, loss_bal=loss_bal)
     return run.finish()
 

@@ -4,11 +4,9 @@
 plain base method, so a subclass holds only what differs from it. How to add a method: README.md in
 this folder.
 
-    B labeled, U unlabeled images in the local batch; N rows of the loss; K classes; D features
+    B labeled, U unlabeled images in a batch; N rows of the loss; K classes; D features
 """
 from dataclasses import dataclass
-
-from support.augment import Normalise  # isort: skip (before torch, see support/__init__.py)
 
 import numpy as np
 import torch
@@ -17,6 +15,15 @@ from torch import nn
 
 import data
 import models
+from support.augment import Normalise
+
+LIKE_CIFAR10 = ("digits", "synthetic", "cifar10")      # DARP, DASO: the constants of CIFAR-10
+
+
+def matched(cfg):
+    """Whether the flags say that labeled and unlabeled set are distributed alike."""
+    return cfg.ratio is not None or (
+        cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u)
 
 
 @dataclass
@@ -24,48 +31,48 @@ class Context:
     """What the loop shares with its method."""
     cfg: object                    # argparse.Namespace of all flags
     device: torch.device
-    shard: tuple                   # (rank, size)
     dataset: data.Dataset
     index_l: np.ndarray            # (N_l,) indices of the labeled images in the dataset
     index_u: np.ndarray            # (N_u,) of the unlabeled ones
-    stream_l: data.IndexStream
+    stream: data.IndexStream       # batches of the labeled ones
     counts: torch.Tensor           # (K,) float64, N_k: labeled images per class; on the CPU
     normalise: Normalise
     model: nn.Module
     ema: models.EMA
-    optimizer: torch.optim.Optimizer
     features: object               # function (N, 3, H, W) -> (N, D), with autocast
+    optimizer: torch.optim.Optimizer = None    # made after the method, whose parameters it trains
 
 
 @dataclass
 class Batch:
-    """The local batch of one iteration. Fields that are None are filled in as the loop goes on."""
+    """The batch of one iteration. Fields that are None are filled in as the loop goes on."""
     step: int
     x_l: torch.Tensor              # (B, 3, H, W) weak views
     y_l: torch.Tensor              # (B,)
     index_u: np.ndarray = None     # (U,) indices in the dataset
     x_u: torch.Tensor = None       # (U, 3, H, W) uint8, not augmented
     z_u: torch.Tensor = None       # (U, D) features of their weak views, no gradient
+    p: torch.Tensor = None         # (U, K) probabilities, refined
+    y_u: torch.Tensor = None       # (U,) pseudo-labels, argmax p
+    mask: torch.Tensor = None      # (U,) 1 where the pseudo-label counts, else 0
     z: torch.Tensor = None         # (N, D) features of all rows of the loss
+    loss_bal: torch.Tensor = None  # of a method that has one, for the log
 
 
-def row_lookup(index_u, total):
-    """(total,): position in `index_u` (U,) of each image of the dataset, -1 if it is not there."""
-    rows = np.full(total, -1)
-    rows[index_u] = np.arange(len(index_u))
-    return rows
+@torch.no_grad()
+def probabilities(model, ctx, index):
+    """Softmax outputs for images without augmentation. index (N,) -> (N, K), on the CPU"""
+    return torch.cat([model(ctx.normalise(ctx.dataset.take(chunk)[0])).softmax(1).cpu()
+                      for chunk in np.array_split(index, len(index) // 500 + 1)])
 
 
 class Method(nn.Module):
-    """The plain base method. Buffers of a subclass are saved with the run and restored with it.
+    """The plain base method. An epoch is --eval_every iterations, as in the protocol.
 
-    An epoch is --eval_every iterations, as in the protocol.
-    With several ranks (support/distributed.py) a batch is the local batch. State that a method
-    updates from it must be the same on every rank: all_gather first. The losses are means over the
-    local batch. Random numbers are drawn for the global batch; each rank takes its local_slice.
+    Buffers and parameters of a subclass are saved with the run and restored with it. Parameters are
+    trained by the same Adam as the network; they are neither averaged by the EMA nor decayed.
     """
-
-    # ------------------------------------------------------------------------------- before the run
+    milestones = ()                # epochs also end after these numbers of iterations
 
     @staticmethod
     def flags(p):
@@ -73,7 +80,7 @@ class Method(nn.Module):
 
     @staticmethod
     def check(cfg):
-        """Complete the flags, or raise UserError."""
+        """Complete the flags."""
 
     @staticmethod
     def heads(model):
@@ -81,11 +88,8 @@ class Method(nn.Module):
 
     def __init__(self, ctx):
         super().__init__()
-        self.ctx = ctx
-
-    # ------------------------------------------------------------------------------ inside the loop
-
-    milestones = ()           # epochs also end after these numbers of iterations
+        self.ctx, self.stream = ctx, ctx.stream
+        self.attractor = None      # what it adds to the logits of test images is logged
 
     def base(self, step):
         """The base method of this iteration; "supervised" leaves the unlabeled images out."""
@@ -97,8 +101,18 @@ class Method(nn.Module):
 
     def labeled(self, step):
         """The labeled batch: indices (B,) in the dataset and labels (B,)."""
-        index = self.ctx.stream_l.batch(step)
+        index = self.stream.batch(step)
         return index, self.ctx.dataset.labels[index]
+
+    def refine(self, p, batch):
+        """p (U, K) of the unlabeled images -> (U, K) from which pseudo-labels are made. Without
+        gradients. MixMatch: p is the sharpened guess. batch.z_u is set; FixMatch and MixMatch set
+        batch.z only later."""
+        return p
+
+    def adapt(self, logits):
+        """Logits (N, K) of all rows -> those that the losses see."""
+        return logits
 
     def supervised_loss(self, logits, target, step):
         """Loss of the labeled rows: logits (B, K), target (B,) or, after mixup, (B, K)."""
@@ -109,14 +123,8 @@ class Method(nn.Module):
         MixMatch's rows. plain: the loss of the base method, a function of these logits"""
         return plain(logits)
 
-    def refine(self, p, batch):
-        """p (U, K) of the unlabeled images -> (U, K) from which pseudo-labels are made. Without
-        gradients. MixMatch: p is the sharpened guess. batch.z_u is set; FixMatch and MixMatch set
-        batch.z only later."""
-        return p
-
     def extra_loss(self, batch):
-        """A scalar that is added to the loss. batch.z is set."""
+        """A scalar that is added to the loss. All fields of the batch are set."""
         return 0
 
     def after_epoch(self, done):
@@ -128,6 +136,6 @@ class Method(nn.Module):
         return model(x)
 
     @staticmethod
-    def judged(history, cfg):
+    def reported(history, cfg):
         """The evaluations (rows of log.csv) that count; the mean of the last 20 is reported."""
         return history

@@ -18,19 +18,8 @@ import data
 import models
 from baselines import Method
 from support.augment import strong, to_device
-from support.distributed import local_slice
 
 TAU = 0.95                               # ABC's own, whatever --tau is; MixMatch has none
-
-
-def keep_rates(counts):
-    """b_k (K,), 1 for the rarest class."""
-    return counts.min() / counts
-
-
-def annealed(rates, share):
-    """b_k(e) (K,) from b_k (K,) and share = e/E, the part of the run that is over."""
-    return 1 - share * (1 - rates)
 
 
 def thinned_loss(logits, y, rates, draw):
@@ -60,13 +49,12 @@ class ABC(Method):
 
     def __init__(self, ctx):
         super().__init__(ctx)
-        self.rates = keep_rates(ctx.counts).float().to(ctx.device)             # (K,)
+        self.rates = (ctx.counts.min() / ctx.counts).float().to(ctx.device)    # (K,) b_k
 
     def uniform_draws(self, purpose, step, rows):
-        """(rows,) in [0, 1): this rank's slice of the draws for the global batch."""
-        rank, size = self.ctx.shard
-        draws = data.rng(self.ctx.cfg.seed, purpose, step).random(rows * size, dtype="float32")
-        return to_device(local_slice(draws, rank, size), self.ctx.device)
+        """(rows,) in [0, 1)."""
+        draws = data.rng(self.ctx.cfg.seed, purpose, step).random(rows, dtype="float32")
+        return to_device(draws, self.ctx.device)
 
     def extra_loss(self, batch):
         cfg, head = self.ctx.cfg, self.ctx.model.auxiliary
@@ -75,7 +63,7 @@ class ABC(Method):
             [labeled, len(batch.z) - labeled])                                 # (B, D), (SU, D)
         q = head(batch.z_u).detach().softmax(1)                                # (U, K)
         epoch_start = batch.step - batch.step % cfg.eval_every                 # fixed in an epoch
-        rates = annealed(self.rates, epoch_start / cfg.iters)
+        rates = 1 - epoch_start / cfg.iters * (1 - self.rates)                 # (K,) b_k(e)
         draw_l = self.uniform_draws("ABC labeled", batch.step, labeled)        # (B,)
         draw_u = self.uniform_draws("ABC unlabeled", batch.step, len(q))       # (U,)
         return (thinned_loss(head(z_l), batch.y_l, self.rates, draw_l)
@@ -86,7 +74,7 @@ class ABC(Method):
         image, for MixMatch, whose own rows are all mixed. BatchNorm's running statistics stay."""
         ctx, views = self.ctx, batch.x_u.repeat_interleave(2, dim=0)
         x_s = strong(views, data.rng(ctx.cfg.seed, "strong view", batch.step), ctx.normalise,
-                     shard=ctx.shard, no_flip=ctx.cfg.no_flip)
+                     no_flip=ctx.cfg.no_flip)
         with models.frozen_bn_stats(ctx.model):
             return ctx.features(batch.x_l), ctx.features(x_s)
 

@@ -10,9 +10,8 @@
 l1 is taken to have the prior pi; l1 - c log pi then has pi^(1-c), to be that of the unlabeled set.
 Assumes of the unlabeled set that one number describes it: it lies between pi and its reverse.
 
-The official code does not count: of the images of a class it looks at one, and whether that is sure
-(--acr_histogram presence: the last), so that a long tail looks nearly uniform. It assumes classes
-in order of frequency, and does not save D and c. As there, D = 0 in steps without a sure image.
+The official code does not count: of the images of a class it looks at one, and whether that is
+sure, so that a long tail looks nearly uniform. As there, D = 0 in steps without a sure image.
 """
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from baselines import Method
 from baselines.abc_head import ABC
 from support.augment import to_device
-from support.distributed import all_gather
 
 STRENGTH = 2.0                                       # of log pi, where it does not depend on w
 START, PERIOD, MEMORY = 0.012, 0.002, 0.0004         # shares of the run; in steps: 3,000, 500, 100
@@ -39,22 +37,9 @@ def distances(w, a):
     return ((w - a) * ((w + 1e-12) / a).log()).sum(1) / 2      # both KL in one sum
 
 
-def histogram(p2, sure, presence=False):
-    """(K,): sure rows of each class, or whether its last row is sure. p2 (U, K), sure (U,)"""
-    guess = F.one_hot(p2.argmax(1), p2.shape[1]).to(p2.dtype)                  # (U, K)
-    if presence:
-        return sure[len(p2) - 1 - guess.flip(0).argmax(0)] * guess.amax(0)
-    return (guess * sure[:, None]).sum(0)
-
-
 class ACR(Method):
     # ABC's second classifier, which predicts: model.auxiliary, here l2
     heads, predict = map(staticmethod, (ABC.heads, ABC.predict))
-
-    @staticmethod
-    def flags(p):
-        p.add_argument("--acr_histogram", choices=("count", "presence"), default="count",
-                       help="how classes are counted (default: count)")
 
     def __init__(self, ctx):
         super().__init__(ctx)
@@ -70,9 +55,10 @@ class ACR(Method):
         self.register_buffer("c", torch.tensor(STRENGTH))
 
     def estimate(self, p2, unknown):
-        """From the global batch: p2 (U, K), unknown (U,)."""
+        """Update w and D. p2 (U, K); unknown (U,): 1 for images that have no label"""
         sure = (p2.amax(1) >= self.ctx.cfg.tau) * unknown                      # (U,)
-        h = histogram(p2, sure, self.ctx.cfg.acr_histogram == "presence")      # (K,)
+        guess = F.one_hot(p2.argmax(1), p2.shape[1]).to(p2.dtype)              # (U, K)
+        h = (guess * sure[:, None]).sum(0)                                     # (K,)
         any_sure = (h.sum() > 0).to(h.dtype)
         self.w.lerp_(h / h.sum().clamp_min(1), any_sure / self.memory)
         self.D += any_sure * distances(self.w, self.anchors) / self.period
@@ -84,7 +70,7 @@ class ACR(Method):
             if since % self.period == 0:
                 self.c.copy_(STRENGTH * self.D.softmax(0)[0])
                 self.D.zero_()
-            self.estimate(all_gather(p2), all_gather(to_device(self.unknown[batch.index_u], p)))
+            self.estimate(p2, to_device(self.unknown[batch.index_u], p))
         p1, p12 = ((l1 - c * self.log_pi).softmax(1) for c in (self.c, STRENGTH))
         self.y2 = p12.argmax(1)                                                # (U,)
         self.mask = (torch.maximum(p2.amax(1), p12.amax(1)) >= self.ctx.cfg.tau).float()

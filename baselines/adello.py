@@ -13,15 +13,13 @@ the images to be labeled, late a balanced one. The losses use the Q from before 
 Assumes of the unlabeled set that images of a class look as the labeled ones do, and that the mean
 prediction estimates its distribution.
 
-In effect the official code has T = 1 (--adello_temperature none): a flag that no published setting
-has switches T on. It saves neither Q nor T with a run, and on STL-10 adds L_c from the start. Its p
-has the prior Q_a, flatter than the Q it is to estimate; --adello_correct averages p Q / Q_a.
+In effect the official code has T = 1: a flag that no published setting has switches T on. As there,
+the p that is averaged has the prior Q_a, flatter than the Q it is to estimate.
 """
 import torch
 import torch.nn.functional as F
 
 from baselines import Method
-from support.distributed import all_gather
 
 WARM, TINY = 50_000 / 262_144, 1e-9
 
@@ -33,25 +31,7 @@ def shifts(pi, Q, share):
     return ((pi + TINY) / target).log(), ((Q + TINY) / target).log()
 
 
-def temperature(Q):
-    """exp KL(uniform || Q), at least 1. (K,) -> ()"""
-    return (-(len(Q) * Q.clamp_min(TINY)).log().mean()).exp()
-
-
-def consistency_loss(logits, p, unsure, T):
-    """L_c. logits (SU, K), shifted, S views of each image; p (U, K), unsure (U,), T ()."""
-    target, views = p ** (1 / T), len(logits) // len(p)
-    target = (target / target.sum(1, keepdim=True)).repeat_interleave(views, dim=0)    # (SU, K)
-    rows = F.cross_entropy(logits / T, target, reduction="none")               # (SU,)
-    return (rows.view(-1, views) * unsure[:, None]).mean()
-
-
 class FlexDA(Method):
-    @staticmethod
-    def flags(p):
-        p.add_argument("--adello_correct", action="store_true", help="estimate the unlabeled "
-                       "distribution from predictions that are shifted back to it")
-
     def __init__(self, ctx):
         super().__init__(ctx)
         K = ctx.dataset.num_classes
@@ -62,9 +42,8 @@ class FlexDA(Method):
     def refine(self, p, batch):
         share = batch.step / self.ctx.cfg.iters
         self.shift_l, self.shift_u = shifts(self.pi, self.Q, share)            # (K,) each
-        seen = p * self.shift_u.exp() if self.ctx.cfg.adello_correct else p    # (U, K)
-        seen = all_gather(seen / seen.sum(1, keepdim=True))    # of the global batch
-        self.Q.lerp_(seen.mean(0), 1 / self.memory)
+        seen = (p / p.sum(1, keepdim=True)).mean(0)                            # (K,)
+        self.Q.lerp_(seen, 1 / self.memory)
         return p
 
     def supervised_loss(self, logits, target, step):
@@ -75,26 +54,22 @@ class FlexDA(Method):
 
 
 class ADELLO(FlexDA):
-    @staticmethod
-    def flags(p):
-        FlexDA.flags(p)
-        p.add_argument("--adello_temperature", choices=("prior", "none"), default="prior",
-                       help="T of the soft labels: exp KL(uniform || Q), or 1 (default: prior)")
-
     def __init__(self, ctx):
         super().__init__(ctx)
         self.start = round(WARM * ctx.cfg.iters)
         self.register_buffer("T", torch.ones(()))
 
     def refine(self, p, batch):
-        self.p = p                                                             # (U, K)
-        if batch.step == self.start and self.ctx.cfg.adello_temperature == "prior":
-            self.T.copy_(temperature(self.Q))
+        if batch.step == self.start:
+            self.T.copy_((-(len(self.Q) * self.Q.clamp_min(TINY)).log().mean()).exp())
         return super().refine(p, batch)
 
     def extra_loss(self, batch):
+        """L_c."""
         if batch.step < self.start:
             return 0
-        logits = self.ctx.model.classifier(batch.z[len(batch.y_l):])           # (SU, K)
-        unsure = (self.p.amax(1) < self.ctx.cfg.tau).float()                   # (U,)
-        return consistency_loss(logits + self.shift_u, self.p, unsure, self.T)
+        logits = self.ctx.model.classifier(batch.z[len(batch.y_l):]) + self.shift_u    # (SU, K)
+        target, views = batch.p ** (1 / self.T), len(logits) // len(batch.p)
+        target = (target / target.sum(1, keepdim=True)).repeat_interleave(views, dim=0)    # (SU, K)
+        each = F.cross_entropy(logits / self.T, target, reduction="none")      # (SU,)
+        return (each.view(-1, views) * (1 - batch.mask)[:, None]).mean()

@@ -18,10 +18,8 @@ import torch
 
 import data
 import models
-from baselines import Method
-from support import UserError, cli, config
+from baselines import Method, matched, probabilities
 from support.augment import to_device
-from support.distributed import all_gather, broadcast_from_rank0
 
 
 def shares(counts, alpha=1 / 3):
@@ -48,104 +46,71 @@ def alignment_target(counts, generation, generations, lowest=0.5):
     return counts ** t / (counts ** t).sum()
 
 
-def milestones(cfg):
-    """The numbers of iterations after which a generation ends, without the last one."""
-    return tuple(cfg.iters * g // cfg.crest_generations for g in range(1, cfg.crest_generations))
-
-
 class CReST(Method):
     @staticmethod
     def flags(p):
-        add = p.add_argument_group("CReST").add_argument
-        add("--crest_generations", type=cli.number(int, 1, 1000), default=5,
-            help="equal parts of the run (default: 5)")
-        add("--crest_anyway", action="store_true",
-            help="go on although labeled and unlabeled images are distributed differently")
+        p.add_argument("--crest_generations", type=int, default=5, help="equal parts of the run")
 
     @staticmethod
     def check(cfg):
-        known = cfg.gamma_u is not None
-        if known and not config.matched(cfg) and not cfg.crest_anyway:
-            raise UserError(
-                f"--method {cfg.method} assumes that labeled and unlabeled images are distributed "
-                f"alike, so it is not applicable here; make --gamma_u equal to --gamma_l without "
-                f"--reverse_u, or add --crest_anyway")
-        if cfg.crest_generations > cfg.iters:
-            raise UserError(f"--crest_generations {cfg.crest_generations} are more than --iters "
-                            f"{cfg.iters}; a generation needs an iteration")
+        if cfg.gamma_u is not None and not matched(cfg):
+            print(f"warning: --method {cfg.method} assumes that labeled and unlabeled images are "
+                  f"distributed alike, and the flags say that they are not")
 
     def __init__(self, ctx):
         super().__init__(ctx)
-        self.counts = ctx.counts.numpy()                                       # (K,) N_k
-        self.generation, self.milestones = 0, milestones(ctx.cfg)
-        # label under which each unlabeled image was adopted, -1: it was not
-        self.register_buffer("adopted", torch.full((len(ctx.index_u),), -1))
-        self.make_stream()
+        parts, self.labels, self.begun = ctx.cfg.crest_generations, ctx.dataset.labels, 0
+        self.milestones = tuple(ctx.cfg.iters * g // parts for g in range(1, parts))
+        # label under which each image of the dataset was adopted, -1: it was not
+        self.register_buffer("adopted", torch.full((len(self.labels),), -1))
 
-    def make_stream(self):
-        """The labeled stream of this generation, and the labels it goes with."""
-        ctx, adopted = self.ctx, self.adopted.cpu().numpy()
-        chosen = adopted >= 0
-        self.labels = ctx.dataset.labels.copy()
-        self.labels[ctx.index_u[chosen]] = adopted[chosen]
-        index = np.concatenate([ctx.index_l, ctx.index_u[chosen]])
-        # The first generation draws the same batches as the base method.
-        purpose = f"labeled {self.generation}" if self.generation else "labeled"
-        self.stream = data.IndexStream(index, ctx.cfg.batch_size, ctx.cfg.seed, purpose, ctx.shard)
-        ctx.dataset.read_ahead(self.stream)
+    def generation(self, step):
+        return sum(step >= start for start in self.milestones)
 
-    def get_extra_state(self):                           # saved with the buffers
-        return self.generation
-
-    def set_extra_state(self, state):
-        self.generation = state
-        self.make_stream()
+    def begin(self, generation):
+        """The labeled stream of a generation, and the labels it goes with."""
+        self.begun, ctx, adopted = generation, self.ctx, self.adopted.cpu().numpy()
+        self.labels = np.where(adopted >= 0, adopted, ctx.dataset.labels)
+        index = np.concatenate([ctx.index_l, ctx.index_u[adopted[ctx.index_u] >= 0]])
+        self.stream = data.IndexStream(index, ctx.cfg.batch_size, ctx.cfg.seed,
+                                       f"labeled {generation}")
 
     def labeled(self, step):
+        if self.generation(step) > self.begun:           # also after --resume
+            self.begin(self.generation(step))
         index = self.stream.batch(step)
         return index, self.labels[index]
 
     def schedule(self, step):
-        starts = (0, *self.milestones, self.ctx.cfg.iters)
-        return step - starts[self.generation], starts[self.generation + 1] - starts[self.generation]
+        bounds, g = (0, *self.milestones, self.ctx.cfg.iters), self.generation(step)
+        return step - bounds[g], bounds[g + 1] - bounds[g]
 
     def after_epoch(self, done):
         if done not in self.milestones:
             return
+        ctx = self.ctx
         # --pool union: images that have a label are not candidates, or they would use up the shares
-        new = np.flatnonzero(~np.isin(self.ctx.index_u, self.ctx.index_l))
-        # rank 0 chooses for all: rounding on a GPU may make ranks differ
-        labels = broadcast_from_rank0(lambda: select(
-            *self.predict_unlabeled(self.ctx.index_u[new]), shares(self.counts)))
-        new, labels = (to_device(a, self.adopted) for a in (new, labels))
-        self.adopted[new] = labels
-        self.generation += 1
-        self.restart()
-        self.make_stream()
+        new = ctx.index_u[~np.isin(ctx.index_u, ctx.index_l)]                  # (N,)
+        p = probabilities(ctx.ema.model, ctx, new)                             # (N, K)
+        confidence, predicted = (t.numpy() for t in p.max(1))                  # (N,) each
+        labels = select(predicted, confidence, shares(ctx.counts.numpy()))     # (N,)
+        self.adopted[to_device(new, self.adopted)] = to_device(labels, self.adopted)
+        self.restart(self.generation(done))
 
-    @torch.no_grad()
-    def predict_unlabeled(self, index):
-        """The EMA's class and confidence (N,) for images (N,), without augmentation."""
-        ctx, chunks = self.ctx, np.array_split(index, len(index) // 500 + 1)
-        p = torch.cat([ctx.ema.model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1)
-                       for c in chunks])                                       # (N, K)
-        confidence, predicted = p.max(1)
-        return predicted.cpu().numpy(), confidence.cpu().numpy()
-
-    def restart(self):
+    def restart(self, generation):
         """New weights in the network and its EMA, a new state of the optimizer."""
         ctx, cfg = self.ctx, self.ctx.cfg
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(cfg.seed + 1000003 * self.generation)
-            fresh = models.build(cfg.model, len(self.counts), cfg.bn_momentum, cfg.wrn_quirk)
+            torch.manual_seed(cfg.seed + 1000003 * generation)
+            fresh = models.build(cfg.model, len(ctx.counts), cfg.bn_momentum)
         for network in (ctx.model, ctx.ema.model):
             network.load_state_dict(fresh.state_dict())
         ctx.optimizer.state.clear()
 
     @staticmethod
-    def judged(history, cfg):
+    def reported(history, cfg):
         """Evaluations of the last generation only."""
-        start = (0, *milestones(cfg))[-1]
+        start = cfg.iters * (cfg.crest_generations - 1) // cfg.crest_generations
         return [row for row in history if row["iter"] > start]
 
 
@@ -156,13 +121,12 @@ class CReSTPlus(CReST):
         self.register_buffer("recent", torch.full((128, K), 1 / K))            # means of batches
 
     def refine(self, p, batch):
-        target = alignment_target(self.ctx.counts, self.generation,
-                                  self.ctx.cfg.crest_generations)
-        target = to_device(target.to(p.dtype).numpy(), p)                      # (K,)
+        target = alignment_target(self.ctx.counts, self.generation(batch.step),
+                                  self.ctx.cfg.crest_generations).to(p)        # (K,)
         aligned = p * (target + 1e-6) / (self.recent.mean(0) + 1e-6)           # (U, K)
-        self.recent[batch.step % 128] = all_gather(p).mean(0)       # unaligned, for the next steps
+        self.recent[batch.step % 128] = p.mean(0)              # unaligned, for the next steps
         return aligned / aligned.sum(1, keepdim=True)
 
-    def restart(self):
-        super().restart()
+    def restart(self, generation):
+        super().restart(generation)
         self.recent.fill_(1 / self.recent.shape[1])

@@ -9,8 +9,8 @@ nu_k per class. Newton's method solves for all classes at once.
 The target counts t follow the labeled proportions, or (--darp_estimate) an estimate from the
 confusion matrix of a classifier that was trained on part of the labels.
 
-Labels are refined from --darp_warm = 0.4 of the run on, a share, so short runs refine too: from
-iteration 100,000 of 250,000. The official code's "epoch > 200" of 500 means iteration 100,500.
+Labels are refined from 0.4 of the run on, a share, so short runs refine too: from iteration 100,000
+of 250,000. The official code's "epoch > 200" of 500 means iteration 100,500.
 """
 import numpy as np
 import torch
@@ -18,20 +18,14 @@ import torch.nn.functional as F
 
 import data
 import models
-from baselines import Method, row_lookup
-from support import cli, config
+from baselines import LIKE_CIFAR10, Method, probabilities
+from baselines.supervised import CRT
 from support.augment import to_device, weak
-from support.distributed import all_gather, broadcast_from_rank0
 
-TINY = 1e-6
-
-
-def labeled_proportions(counts, total):
-    """Target counts t_k = N_k |D_u| / sum N. (K,) -> (K,)"""
-    return counts * total / counts.sum()
+WARM, DELTA, TINY = 0.4, 2.0, 1e-6
 
 
-def trim(Q, t, delta=2.0):
+def trim(Q, t, delta=DELTA):
     """Q (N, K), t (K,) -> A (N, K). Each column keeps its delta t_k largest entries, scaled to sum
     to t_k; then rows are normalised."""
     order = Q.argsort(dim=0, descending=True, stable=True)                     # (N, K)
@@ -39,11 +33,6 @@ def trim(Q, t, delta=2.0):
     kept = Q.double() * torch.zeros_like(first).scatter(0, order, first)
     A = kept * (t + TINY) / (kept.sum(0) + TINY) + TINY
     return A / A.sum(1, keepdim=True)
-
-
-def entropy(A):
-    """H of each row. (N, K) -> (N,)"""
-    return -(A * (A + TINY).log()).sum(1)
 
 
 def column_roots(A, H, a, t, nu):
@@ -61,20 +50,16 @@ def column_roots(A, H, a, t, nu):
     return nu
 
 
-def refined(Q, t, outer=10, delta=2.0):
+def refined(Q, t, outer=10, delta=DELTA):
     """R (N, K) from the stored predictions Q (N, K) and the target counts t (K,), in float64."""
     A = trim(Q, t, delta)
-    H = entropy(A)[:, None]                                                    # (N, 1)
+    H = -(A * (A + TINY).log()).sum(1, keepdim=True)                           # (N, 1)
     nu, guess = torch.ones_like(t), torch.zeros_like(t)      # where the official code starts
     for _ in range(outer):                       # alternate between rows and columns
         a = 1 / (A * torch.exp(-nu * H)).sum(1, keepdim=True)                  # (N, 1)
         nu = guess = column_roots(A, H, a, t, guess)
     R = A * torch.exp(-nu * H)                                                 # (N, K)
     return R / R.sum(1, keepdim=True)
-
-
-# ---------------------------------------------------------------------------------------------
-# estimate of M_k
 
 
 def invert_confusion(p_held, y_held, p_u):
@@ -94,14 +79,6 @@ def hold_out_labeled(labels, seed, most=10):
     return np.setdiff1d(np.arange(len(labels)), held), held
 
 
-def probabilities(model, ctx, index):
-    """Softmax outputs for images without augmentation. index (N,) -> (N, K) float64, on the CPU
-    because mps has no float64"""
-    with torch.no_grad():
-        return torch.cat([model(ctx.normalise(ctx.dataset.take(c)[0])).softmax(1).cpu().double()
-                          for c in np.array_split(index, len(index) // 500 + 1)])
-
-
 @torch.enable_grad()                             # it is called from refine, under no_grad
 def estimate_counts(ctx, iters, times=10):
     """M^ (K,), by a plain classifier that is trained on the labeled images that are not held out,
@@ -112,7 +89,7 @@ def estimate_counts(ctx, iters, times=10):
     stream = data.IndexStream(ctx.index_l[rows], 128, cfg.seed, "DARP estimate")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)
-        model = models.build(cfg.model, ctx.dataset.num_classes, 0.1, cfg.wrn_quirk)
+        model = models.build(cfg.model, ctx.dataset.num_classes, 0.1)
     model = model.to(ctx.device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
     steps, estimates = max(times, round(0.16 * iters)), []
@@ -122,16 +99,14 @@ def estimate_counts(ctx, iters, times=10):
         if step in (int(0.8 * steps), int(0.9 * steps)):
             optimizer.param_groups[0]["lr"] /= 10
         x, y = ctx.dataset.take(stream.batch(step))
-        x = weak(x, data.rng(cfg.seed, "DARP view", step), ctx.normalise,
-                 no_flip=cfg.no_flip)
+        x = weak(x, data.rng(cfg.seed, "DARP view", step), ctx.normalise, no_flip=cfg.no_flip)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % (steps // times) == 0:
             model.eval()
-            estimates.append(invert_confusion(probabilities(model, ctx, ctx.index_l[held]),
-                                              torch.from_numpy(labels[held]),
-                                              probabilities(model, ctx, new)))
+            p_held, p_u = (probabilities(model, ctx, i).double() for i in (ctx.index_l[held], new))
+            estimates.append(invert_confusion(p_held, torch.from_numpy(labels[held]), p_u))
             model.train()
     usable = [M for M, good in estimates if good]
     M = torch.stack(usable).mean(0) if usable else estimates[-1][0].clamp_min(1)
@@ -143,61 +118,55 @@ def estimate_counts(ctx, iters, times=10):
 class DARP(Method):
     @staticmethod
     def flags(p):
-        add = p.add_argument_group("DARP").add_argument
-        add("--darp_warm", type=cli.number(float, 0, 1), default=0.4,
-            help="share of the run before labels are refined (default: 0.4)")
-        add("--darp_period", type=cli.number(int, 1), help="iterations between refinements "
-            "(default: 10 on digits, cifar10 and synthetic, else 100)")
-        add("--darp_outer", type=cli.number(int, 1), help="alternations in one refinement "
-            "(default: 10 on digits, cifar10 and synthetic, else 20)")
-        add("--darp_delta", type=cli.number(float, 1), default=2.0,
-            help="rows kept per class, in units of its target count (default: 2)")
-        add("--darp_estimate", action="store_true", help="estimate the unlabeled distribution "
-            "instead of taking the labeled one")
-
-    @staticmethod
-    def check(cfg):
-        like_cifar10 = cfg.dataset in config.LIKE_CIFAR10
-        cfg.darp_period = cfg.darp_period or (10 if like_cifar10 else 100)
-        cfg.darp_outer = cfg.darp_outer or (10 if like_cifar10 else 20)
+        p.add_argument("--darp_estimate", action="store_true", help="estimate the unlabeled "
+                       "distribution instead of taking the labeled one")
 
     def __init__(self, ctx):
         super().__init__(ctx)
         K, N = ctx.dataset.num_classes, len(ctx.index_u)
-        self.rows = row_lookup(ctx.index_u, len(ctx.dataset.labels))
-        self.start = round(ctx.cfg.darp_warm * self.schedule(0)[1])
+        self.rows = np.full(len(ctx.dataset.labels), -1)     # place of each image in Q and R
+        self.rows[ctx.index_u] = np.arange(N)
+        self.start = round(WARM * self.schedule(0)[1])
+        # iterations between refinements, alternations in one
+        self.period, self.outer = (10, 10) if ctx.cfg.dataset in LIKE_CIFAR10 else (100, 20)
         self.register_buffer("Q", torch.full((N, K), 1 / K))       # latest raw predictions
         self.register_buffer("R", torch.full((N, K), 1 / K))       # latest refined ones
         self.register_buffer("t", torch.zeros(K, dtype=torch.float64))
-
-    def _apply(self, *args):
-        """To another device, but t stays on the CPU: mps has no float64."""
-        t, self.t = self.t, None
-        super()._apply(*args)
-        self.t = t
-        return self
 
     def target_counts(self):
         """t (K,)."""
         ctx = self.ctx
         if not ctx.cfg.darp_estimate:
-            return labeled_proportions(ctx.counts, len(ctx.index_u))
+            return ctx.counts * len(ctx.index_u) / ctx.counts.sum()
         known = ctx.counts if ctx.cfg.pool == "union" else torch.zeros_like(ctx.counts)
-        estimate = estimate_counts(ctx, self.schedule(0)[1])
-        # that of rank 0 for all: rounding on a GPU may make ranks differ
-        return broadcast_from_rank0(lambda: estimate) + known
+        return estimate_counts(ctx, self.schedule(0)[1]) + known
 
     def refine(self, p, batch):
         rows = to_device(self.rows[batch.index_u], p)                          # (U,)
-        self.Q[all_gather(rows)] = all_gather(p)
+        self.Q[rows] = p
         since = batch.step - self.start
         if since < 0:
             return p
         if since == 0:
             self.t.copy_(self.target_counts())
-        if since % self.ctx.cfg.darp_period == 0:
-            Q = self.Q.cpu() if self.Q.device.type == "mps" else self.Q        # float64 follows
-            R = refined(Q, to_device(self.t.numpy(), Q), self.ctx.cfg.darp_outer,
-                        self.ctx.cfg.darp_delta)
-            self.R.copy_(R.to(self.R.dtype))
+        if since % self.period == 0:
+            self.R.copy_(refined(self.Q, self.t, self.outer))
         return self.R[rows]                      # (U, K)
+
+
+class DARPThenCRT(DARP, CRT):
+    """FixMatch with DARP's pseudo-labels for --iters iterations, then cRT's second stage from its
+    EMA. (The official one mixes its images and leaves BatchNorm in train mode.)"""
+
+    @staticmethod
+    def flags(p):
+        DARP.flags(p)
+        CRT.flags(p)
+
+    def schedule(self, step):
+        """The first stage's: DARP's shares are of its length."""
+        return step, self.ctx.cfg.iters - self.ctx.cfg.crt_iters
+
+    def base(self, step):
+        base = super().base(step)
+        return base if step < self.first_stage else "supervised"

@@ -16,16 +16,10 @@ The default of T_d depends on whether gamma_l = gamma_u, so it uses knowledge of
 import torch
 import torch.nn.functional as F
 
-from baselines import Method
-from support import cli, config
-from support.distributed import all_gather
+from baselines import LIKE_CIFAR10, Method, matched
 
 TEMPERATURE, QUEUE = 0.05, 256
-
-
-def blend_weights(histogram, t_d):
-    """v (K,) from the histogram m (K,) of pseudo-labels; 1 for the most frequent class."""
-    return (histogram / histogram.max().clamp_min(1)) ** (1 / t_d)     # 0 before the first window
+START = 0.02                                   # share of the run before blending starts
 
 
 def similarity(z, centres):
@@ -33,30 +27,21 @@ def similarity(z, centres):
     return F.linear(F.normalize(z), F.normalize(centres)) / TEMPERATURE
 
 
-def blend_labels(p, q, v):
-    """p' (U, K) from p (U, K), q (U, K), v (K,)."""
-    share = v[p.argmax(1)][:, None]                                            # (U, 1)
-    return (1 - share) * p + share * q
-
-
 class DASO(Method):
     @staticmethod
     def flags(p):
-        add = p.add_argument_group("DASO").add_argument
-        add("--daso_td", type=cli.number(float, 0.01), help="T_d (default: 1.5 on digits, "
-            "cifar10 and synthetic where gamma_l = gamma_u, else 0.3)")
-        add("--daso_start", type=cli.number(float, 0, 1), default=0.02,
-            help="share of the run before blending starts (default: 0.02)")
+        p.add_argument("--daso_td", type=float, help="T_d; None: 1.5 on digits, cifar10 and "
+                       "synthetic where gamma_l = gamma_u, else 0.3")
 
     @staticmethod
     def check(cfg):
-        like_cifar10 = cfg.dataset in config.LIKE_CIFAR10
-        cfg.daso_td = cfg.daso_td or (1.5 if like_cifar10 and config.matched(cfg) else 0.3)
+        like_cifar10 = cfg.dataset in LIKE_CIFAR10
+        cfg.daso_td = cfg.daso_td or (1.5 if like_cifar10 and matched(cfg) else 0.3)
 
     def __init__(self, ctx):
         super().__init__(ctx)
         K, D = ctx.dataset.num_classes, ctx.model.classifier.in_features
-        self.start = round(ctx.cfg.daso_start * ctx.cfg.iters)
+        self.start = round(START * ctx.cfg.iters)
         self.window = max(1, min(100, self.start))     # one is complete when blending starts
         self.register_buffer("queue", torch.zeros(K, QUEUE, D))
         self.register_buffer("pushed", torch.zeros(K, dtype=torch.long))       # so far, per class
@@ -66,11 +51,10 @@ class DASO(Method):
     @torch.no_grad()
     def push(self, x_l, y_l):
         """Add the EMA's features of the labeled batch to the queues of their classes."""
-        z = all_gather(self.ctx.ema.model.features(x_l))       # (B', D), B' in the global batch
-        y_l = all_gather(y_l)                                                  # (B',)
-        same = F.one_hot(y_l, len(self.queue))                                 # (B', K)
-        order = (same.cumsum(0) * same).sum(1) - 1     # (B',) images of its class before it
-        self.queue[y_l, (self.pushed[y_l] + order) % QUEUE] = z
+        same = F.one_hot(y_l, len(self.queue))                                 # (B, K)
+        order = (same.cumsum(0) * same).sum(1) - 1     # (B,) images of its class before it
+        place = (self.pushed[y_l] + order) % QUEUE                             # (B,)
+        self.queue[y_l, place] = self.ctx.ema.model.features(x_l)
         self.pushed += same.sum(0)
 
     @property
@@ -82,8 +66,10 @@ class DASO(Method):
         self.push(batch.x_l, batch.y_l)
         if batch.step >= self.start:
             self.q = similarity(batch.z_u, self.centres).softmax(1)            # (U, K)
-            p = blend_labels(p, self.q, blend_weights(self.histogram, self.ctx.cfg.daso_td))
-        y_u = all_gather(p.argmax(1))                  # (U',) in the global batch, also below tau
+            m = self.histogram / self.histogram.max().clamp_min(1)   # 0 before the first window
+            v = (m ** (1 / self.ctx.cfg.daso_td))[p.argmax(1), None]           # (U, 1)
+            p = (1 - v) * p + v * self.q
+        y_u = p.argmax(1)                              # (U,) also below tau
         self.current += F.one_hot(y_u, len(self.current)).sum(0)     # bincount waits for a GPU
         if (batch.step + 1) % self.window == 0:
             self.histogram.copy_(self.current)

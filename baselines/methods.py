@@ -1,4 +1,4 @@
-"""Every comparison method by base and name, for train.py and evaluate.py."""
+"""Every comparison method of this folder by base and name."""
 from baselines import (
     Method,
     abc_head,
@@ -7,8 +7,8 @@ from baselines import (
     cdmad,
     crest,
     darp,
-    darp_crt,
     daso,
+    joint,
     logit_adjustment,
     sar,
     supervised,
@@ -20,8 +20,9 @@ SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervise
               "crt": supervised.CRT} | ADJUSTED
 SEMI_SUPERVISED = {"none": Method, "darp": darp.DARP, "crest": crest.CReST,
                    "crest+": crest.CReSTPlus, "abc": abc_head.ABC, "sar": sar.SaR,
-                   "daso": daso.DASO, "la_all": logit_adjustment.LAAll} | ADJUSTED
-AFTER = {"darp_crt": darp_crt.DARPThenCRT, "cdmad": cdmad.CDMAD, "flexda": adello.FlexDA,
+                   "daso": daso.DASO, "la_all": logit_adjustment.LAAll,
+                   "attractor": joint.JointAttractor, "single_level": joint.SingleLevel} | ADJUSTED
+AFTER = {"darp_crt": darp.DARPThenCRT, "cdmad": cdmad.CDMAD, "flexda": adello.FlexDA,
          "adello": adello.ADELLO, "acr": acr.ACR}            # published after or beside L2AC
 METHODS = {"supervised": SUPERVISED, "pseudolabel": {"none": Method},
            "fixmatch": SEMI_SUPERVISED | AFTER, "mixmatch": SEMI_SUPERVISED}

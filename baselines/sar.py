@@ -13,11 +13,9 @@ Raw predictions are counted, not refined ones, so that v has no direct feedback 
 """
 import torch
 
-from baselines import Method, row_lookup
+from baselines import Method
 from baselines.supervised import effective_number_weights
-from support import cli
 from support.augment import to_device
-from support.distributed import all_gather
 
 
 def mitigating_vector(counts):
@@ -28,29 +26,20 @@ def mitigating_vector(counts):
 
 
 class SaR(Method):
-    @staticmethod
-    def flags(p):
-        p.add_argument_group("SaR").add_argument(
-            "--sar_start", type=cli.number(float, 0, 1), default=0.0,
-            help="share of the run during which v stays 1 (default: 0)")
-
     def __init__(self, ctx):
         super().__init__(ctx)
-        self.rows = row_lookup(ctx.index_u, len(ctx.dataset.labels))
         # MixMatch: p is sharpened (to the power 1/T), but v applies to the guess before that
         self.power = 1 / getattr(ctx.cfg, "temperature", 1)
-        self.register_buffer("newest", torch.full((len(ctx.index_u),), -1))    # -1: none yet
+        # class that is predicted for each image of the dataset, -1: none yet
+        self.register_buffer("newest", torch.full((len(ctx.dataset.labels),), -1))
         self.register_buffer("v", torch.ones(ctx.dataset.num_classes))
 
     def refine(self, p, batch):
-        rows = to_device(self.rows[batch.index_u], p)                          # (U,)
-        self.newest[all_gather(rows)] = all_gather(p.argmax(1))
+        self.newest[to_device(batch.index_u, p)] = p.argmax(1)
         refined = p * self.v ** self.power                                     # (U, K)
         refined = refined / refined.sum(1, keepdim=True)
         return torch.where((self.v == 1).all(), p, refined)    # exactly p while v is 1
 
     def after_epoch(self, done):
-        if done >= self.ctx.cfg.sar_start * self.ctx.cfg.iters:
-            newest = self.newest.cpu()                         # mps has no float64
-            counts = torch.bincount(newest[newest >= 0], minlength=len(self.v))
-            self.v.copy_(mitigating_vector(counts).to(self.v.dtype))
+        seen = self.newest[self.newest >= 0]
+        self.v.copy_(mitigating_vector(torch.bincount(seen, minlength=len(self.v))))

@@ -5,8 +5,6 @@
     ldam          LDAM-DRW: larger margins for rarer classes, class weights near the end
     crt           cRT: vanilla first, then a new classifier on the frozen network
     upper_bound   cross-entropy on labeled and unlabeled images with their true labels
-
-Only the upper bound uses unlabeled images.
 """
 import numpy as np
 import torch
@@ -15,8 +13,7 @@ from torch import nn
 
 import data
 from baselines import Method
-from support import UserError, cli
-from support.distributed import mean_over_ranks
+from support import UserError
 
 
 class Resampling(Method):
@@ -25,12 +22,7 @@ class Resampling(Method):
     def __init__(self, ctx):
         super().__init__(ctx)
         self.stream = data.BalancedStream(ctx.index_l, ctx.dataset.labels, ctx.cfg.batch_size,
-                                          ctx.cfg.seed, ctx.shard)
-        ctx.dataset.read_ahead(self.stream)
-
-    def labeled(self, step):
-        index = self.stream.batch(step)
-        return index, self.ctx.dataset.labels[index]
+                                          ctx.cfg.seed)
 
 
 class UpperBound(Method):
@@ -42,24 +34,12 @@ class UpperBound(Method):
         if (ctx.dataset.labels[everything] < 0).any():
             raise UserError("--method upper_bound needs the true labels of the unlabeled images, "
                             "and this dataset has none; choose another --method")
-        self.stream = data.IndexStream(everything, ctx.cfg.batch_size, ctx.cfg.seed, "labeled",
-                                       ctx.shard)
-        ctx.dataset.read_ahead(self.stream)
-
-    def labeled(self, step):
-        index = self.stream.batch(step)
-        return index, self.ctx.dataset.labels[index]
-
-
-# ---------------------------------------------------------------------------------------------
-# LDAM-DRW
+        self.stream = data.IndexStream(everything, ctx.cfg.batch_size, ctx.cfg.seed, "labeled")
 
 
 class CosineClassifier(nn.Linear):
-    """cos(w_k, z): an unnormalised linear layer could satisfy the margins by growing its weights.
-
-    z (N, D) -> (N, K)
-    """
+    """cos(w_k, z), (N, D) -> (N, K): a plain linear layer could grow its weights instead of
+    meeting the margins."""
 
     def __init__(self, features, num_classes):
         super().__init__(features, num_classes, bias=False)
@@ -69,27 +49,10 @@ class CosineClassifier(nn.Linear):
         return F.linear(F.normalize(z), F.normalize(self.weight))              # in [-1, 1]
 
 
-def margins(counts, largest=0.5):
-    """m_k ~ N_k^(-1/4); that of the rarest class is `largest`. (K,) -> (K,)"""
-    return largest * (counts.min() / counts) ** 0.25
-
-
 def effective_number_weights(counts, beta=0.9999):
     """(1 - beta) / (1 - beta^N_k), scaled to sum to K. (K,) float64 -> (K,)"""
     weights = (1 - beta) / (1 - beta ** counts)
     return weights * len(counts) / weights.sum()
-
-
-def weighted_cross_entropy(logits, target, weights):
-    """sum w_i H_i / sum w_i, such that the mean over ranks is that of the global batch.
-
-    logits (B, K), target (B,), weights (K,) or None
-    """
-    if weights is None:
-        return F.cross_entropy(logits, target)
-    total = weights[target].sum()
-    mean, = mean_over_ranks([total])
-    return F.cross_entropy(logits, target, weights) * (total / mean)
 
 
 class LDAM(Method):
@@ -102,7 +65,8 @@ class LDAM(Method):
 
     def __init__(self, ctx):
         super().__init__(ctx)
-        self.margins = margins(ctx.counts).float().to(ctx.device)              # (K,)
+        # (K,) m_k ~ N_k^(-1/4); that of the rarest class is 0.5
+        self.margins = (0.5 * (ctx.counts.min() / ctx.counts) ** 0.25).float().to(ctx.device)
         self.weights = effective_number_weights(ctx.counts).float().to(ctx.device)
 
     def supervised_loss(self, logits, target, step):
@@ -110,20 +74,11 @@ class LDAM(Method):
         re-weighting)."""
         late = step >= 0.8 * self.ctx.cfg.iters
         lowered = logits - F.one_hot(target, logits.shape[1]) * self.margins   # (B, K)
-        return weighted_cross_entropy(self.scale * lowered, target, self.weights if late else None)
+        return F.cross_entropy(self.scale * lowered, target, self.weights if late else None)
 
     @staticmethod
     def predict(model, x):
         return LDAM.scale * model(x)                 # as in the loss
-
-
-# ---------------------------------------------------------------------------------------------
-# cRT
-
-
-def inverse_frequency_weights(counts):
-    """1 / N_k, scaled to sum to K. (K,) -> (K,)"""
-    return len(counts) / counts / (1 / counts).sum()
 
 
 class CRT(Method):
@@ -132,9 +87,8 @@ class CRT(Method):
 
     @staticmethod
     def flags(p):
-        p.add_argument("--crt_iters", type=cli.number(int, 1), help="iterations of the second "
-                       "stage, after the --iters of the first (default: 20 x eval_every, "
-                       "at most half of --iters)")
+        p.add_argument("--crt_iters", type=int, help="iterations of the second stage, after the "
+                       "--iters of the first; None: 20 x eval_every, at most half of --iters")
 
     @staticmethod
     def check(cfg):
@@ -143,15 +97,15 @@ class CRT(Method):
 
     def __init__(self, ctx):
         super().__init__(ctx)
-        self.weights = inverse_frequency_weights(ctx.counts).float().to(ctx.device)    # (K,)
-        self.second_stage = False
-        self.milestones = (ctx.cfg.iters - ctx.cfg.crt_iters,)
+        weights = len(ctx.counts) / ctx.counts / (1 / ctx.counts).sum()    # 1 / N_k, their sum K
+        self.weights = weights.float().to(ctx.device)                          # (K,)
+        self.first_stage = ctx.cfg.iters - ctx.cfg.crt_iters
+        self.milestones = (self.first_stage,)
 
     def after_epoch(self, done):
         cfg, model, ema = self.ctx.cfg, self.ctx.model, self.ctx.ema.model
-        if done not in self.milestones:
+        if done != self.first_stage:
             return
-        self.second_stage = True
         model.load_state_dict(ema.state_dict())      # go on from the averaged weights
         std = np.sqrt(2 / sum(model.classifier.weight.shape))                  # Xavier's
         fresh = data.rng(cfg.seed, "cRT").normal(0, std, model.classifier.weight.shape)
@@ -160,28 +114,22 @@ class CRT(Method):
                 classifier.weight.copy_(torch.from_numpy(fresh))
                 classifier.bias.zero_()
         self.ctx.optimizer.state.clear()
-        self.freeze()
 
-    def freeze(self):
-        self.ctx.model.requires_grad_(False).eval()  # eval: BatchNorm's running statistics too
-        self.ctx.model.classifier.requires_grad_(True)
-
-    def get_extra_state(self):                       # saved with the buffers
-        return self.second_stage
-
-    def set_extra_state(self, state):
-        self.second_stage = state
-        if self.second_stage:
-            self.freeze()
+    def base(self, step):
+        """In the second stage all but the classifier is frozen, also after --resume."""
+        if step >= self.first_stage:
+            self.ctx.model.requires_grad_(False).eval()    # eval: BatchNorm's statistics too
+            self.ctx.model.classifier.requires_grad_(True)
+        return super().base(step)
 
     def supervised_loss(self, logits, target, step):
         """In the second stage the mean of w_y H over the batch. LDAM divides by the sum of the
         weights in the batch; that would weaken just the batches that hold rare classes."""
-        if not self.second_stage:
+        if step < self.first_stage:
             return F.cross_entropy(logits, target)
         return (self.weights[target] * F.cross_entropy(logits, target, reduction="none")).mean()
 
     @staticmethod
-    def judged(history, cfg):
+    def reported(history, cfg):
         """Evaluations of the second stage only."""
         return [row for row in history if row["iter"] > cfg.iters - cfg.crt_iters]

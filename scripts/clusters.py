@@ -1,106 +1,66 @@
 """The Gaussian clusters of docs/tutorial.ipynb in the study of docs/attractor.md.
 
-    python -m scripts.clusters          train: results/clusters.json, and the table
-    python -m scripts.clusters --table  only the table of docs/attractor.md, from the file
+    python -m scripts.clusters          results/clusters.jsonl; about five minutes on one core
 
 Data, methods and training loop are the notebook's: its cells with the tag "definitions" are
-executed. Six methods and the labels alone, three unlabeled sets, five seeds; about five minutes
-on one core. What is measured is explained in scripts/study.py.
+executed. `python -m scripts.reproduce collect` writes the table; scripts/study.py explains it.
 """
 import json
 from types import SimpleNamespace
 
-import numpy as np
+from scripts import study
+from scripts.collect import RESULTS, ROOT, grid, mean_text, read_lines, write_lines
 
-from scripts import collect, finished, study
-from support import checkpoint, cli, config
-
-NOTEBOOK, RESULTS = "docs/tutorial.ipynb", "results/clusters.json"
-SEEDS = range(5)
 SETTINGS = {"gamma_u 100": dict(gamma_u=100), "gamma_u 1": dict(gamma_u=1),
             "gamma_u 100 reversed": dict(gamma_u=100, reverse=True)}
-METHODS = {  # by the name of the table's row; n: the notebook's definitions
-    "Labels alone": lambda n, data, seed: n.LabelsAlone(),
-    "FixMatch": lambda n, data, seed: n.FixMatch(),
-    "w/ LA, labeled rows": lambda n, data, seed: n.LogitAdjustment(data, rows=n.B),
-    "w/ LA, all rows": lambda n, data, seed: n.LogitAdjustment(data),
-    "w/ L2AC, vector": lambda n, data, seed: n.L2AC(data, seed, kind="vector",
-                                                    eta=config.MINI_VECTOR["eta"]),
-    "**w/ L2AC**": lambda n, data, seed: n.L2AC(data, seed),
-    "w/ L2AC, prior start (ours)": lambda n, data, seed: n.L2AC(data, seed, start="prior")}
 
 
-def sources(root, *tags):
-    """The code cells of the notebook, in order; those with one of the tags, if any are given."""
-    cells = json.loads((root / NOTEBOOK).read_text(encoding="utf-8"))["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"
-            and (not tags or set(tags) & set(cell["metadata"].get("tags", ())))]
-
-
-def execute(cells):
-    """What the cells define, {name: value}."""
+def definitions():
+    """The names that the notebook defines."""
     names = {"__name__": "tutorial"}
-    for cell in cells:
-        exec(cell, names)
-    return names
+    for cell in json.loads((ROOT / "docs/tutorial.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if "definitions" in cell["metadata"].get("tags", ()):
+            exec("".join(cell["source"]), names)
+    return SimpleNamespace(**names)
 
 
-def record(setting, method, seed, data, result):
-    """One run as a row of results/clusters.json; shares in percent."""
-    numbers = {"setting": setting, "method": method, "seed": seed, "bacc": result["bacc"],
-               "gm": result["gm"], "recall": result["recall"]}
-    if result["kept"].any():
-        numbers |= {"kept": 100 * float(result["kept"].sum()), "right": 100 * result["right"]}
-    if "bias" in result:
-        pi_eff = study.effective_distribution(data.n, result["kept"])
-        for name, x in (("n", np.log(data.n)), ("eff", np.log(pi_eff))):
-            numbers[f"slope_{name}"], numbers[f"r2_{name}"] = study.fit(result["bias"], x)
-        numbers["varies"] = 100 * max(0.0, result["varies"])      # a vector: 0 up to rounding
-    return numbers
+def methods(n, data, seed):
+    """By the name of the table's row. n: the notebook's definitions"""
+    return {"Labels alone": n.LabelsAlone(), "FixMatch": n.FixMatch(),
+            study.LABELED: n.LogitAdjustment(data, rows=n.B), study.ALL: n.LogitAdjustment(data),
+            study.VECTOR: n.L2AC(data, seed, kind="vector", eta=1e-2),
+            study.L2AC: n.L2AC(data, seed), study.PRIOR: n.L2AC(data, seed, start="prior")}
 
 
-def run(notebook, settings=SETTINGS, seeds=SEEDS):
-    """A record of every run. The labels alone do not depend on the unlabeled set: once a seed."""
-    for i, (setting, flags) in enumerate(settings.items()):
-        for method, make in METHODS.items():
-            for seed in seeds if i == 0 or method != "Labels alone" else ():
-                data = notebook.make_data(seed, **flags)
-                result = notebook.train(data, make(notebook, data, seed), seed)
-                yield record(setting, method, seed, data, result)
-                print(f"{setting}, {method}, seed {seed}: bACC {result['bacc']:.1f}", flush=True)
+def run(notebook, setting, seed):
+    """Lines of results/clusters.jsonl; shares in percent."""
+    data = notebook.make_data(seed, **SETTINGS[setting])
+    for name, method in methods(notebook, data, seed).items():
+        if name == "Labels alone" and setting != "gamma_u 100":      # the unlabeled set is not used
+            continue
+        result = notebook.train(data, method, seed)
+        line = {"setting": setting, "method": name, "seed": seed}
+        line |= {key: result[key] for key in ("bacc", "gm", "recall")}
+        if result["kept"].any():
+            line |= {"kept": 100 * float(result["kept"].sum()), "right": 100 * result["right"]}
+        if "bias" in result:
+            fits = study.fits(result["bias"], data.n, result["kept"])
+            line |= {key: fits[key] for key in ("slope_n", "r2_n", "slope_eff", "r2_eff")}
+            line["varies"] = 100 * max(0.0, result["varies"])        # a vector: 0 up to rounding
+        yield line
 
 
-def markdown(records):
-    columns = ("bACC / GM", *study.COLUMNS)
-    lines = [f"| | | {' | '.join(columns)} |", "|---|---|" + "--:|" * len(columns)]
-    for setting in SETTINGS:
-        for method in METHODS:
-            runs = [r for r in records if (r["setting"], r["method"]) == (setting, method)]
-            if runs:
-                both = " / ".join(study.cell_text(runs, key, ".1f") for key in ("bacc", "gm"))
-                cells = [both, *(study.cell_text(runs, *how) for how in study.COLUMNS.values())]
-                lines.append(f"| {setting} | {method} ({len(runs)}) | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write_page(root):
-    """The table of docs/attractor.md, from results/clusters.json."""
-    page = root / "docs" / "attractor.md"
-    pages = {page: finished.read_text(page)}
-    records = finished.read_json(root / RESULTS)["runs"]
-    collect.write_table("clusters", markdown(records), pages)
-    checkpoint.write(page, pages[page].encode())
-    print(f"the table of {page} was written from {root / RESULTS}")
-
-
-def main(argv=None):
-    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
-    p.add_argument("--table", action="store_true", help="train nothing, write the table only")
-    if not p.parse_args(argv).table:
-        notebook = SimpleNamespace(**execute(sources(collect.ROOT, "definitions")))
-        checkpoint.write_json(collect.ROOT / RESULTS, {"runs": list(run(notebook))})
-    write_page(collect.ROOT)
+def markdown():
+    rows = {}
+    for line in read_lines(RESULTS / "clusters.jsonl"):
+        rows.setdefault((line["setting"], line["method"]), []).append(line)
+    return grid(("bACC / GM", *study.COLUMNS), [
+        [setting, f"{method} ({len(runs)})",
+         " / ".join(mean_text([run[key] for run in runs]) for key in ("bacc", "gm")),
+         *study.measured(runs)] for (setting, method), runs in rows.items()], heads=2)
 
 
 if __name__ == "__main__":
-    cli.exit_cleanly(main)
+    notebook = definitions()
+    write_lines(RESULTS / "clusters.jsonl", [line for setting in SETTINGS for seed in range(5)
+                                             for line in run(notebook, setting, seed)])

@@ -1,218 +1,211 @@
-"""From finished runs to results/ and to the tables of README.md and docs/.
+"""From finished runs to results/*.jsonl, and from there to the tables of README.md and docs/.
 
-`python -m scripts.reproduce collect` copies the numbers of finished runs to results/<scale>/, one
-file per run. From there it writes results/table_<N>.csv and the Markdown between `<!-- table N -->`
-and `<!-- end -->` in README.md or docs/: a clone without runs collects the same tables. Everything
-is read and checked (scripts/finished.py) before the first file is written.
+A line is a run: its command, what it reports, `last` (its last evaluation), `tests` (imbalanced
+test sets), and by class `recall`, `kept` (share of the unlabeled images that count with this
+label), `right` (share of these that have it) and `bias` (what the attractor adds): means over the
+reported evaluations, and in `by_tenth` at the end of each tenth of the run. No table is written
+from recipes.jsonl and other.jsonl, runs of flags and rules that are gone.
 """
-import csv
-import io
+import json
 import re
+import shlex
 import statistics
-import sys
-from collections import defaultdict
+from functools import lru_cache
 from pathlib import Path
 
-from scripts import finished, tables
-from scripts.tables import BENCH, DOUBTS, SCALES
-from support import UserError, checkpoint
+import numpy as np
+
+import evaluate
+import train_fixmatch
+import train_mixmatch
+from baselines import train as baselines
+from scripts.tables import SCALES, TABLES
+from support import config, report
 
 ROOT = Path(__file__).parent.parent
-RUN = re.compile(r"(.+)_s(0|[1-9][0-9]*)")                # name and seed of a run folder
+RESULTS = ROOT / "results"
+CELLS = [cell for cells in TABLES.values() for cell in cells]
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+        2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+        2.052, 2.048, 2.045, 2.042)                      # for 1 to 30 degrees of freedom
 
 
-def warn(sentence):
-    print(sentence, file=sys.stderr)
+def t_quantile(freedom):
+    """Of Student's t, two-sided 95 %."""
+    return T_95[min(freedom, 30) - 1]
 
 
-def command_of(scale, name):
-    """The command that a run of this name has to come from; None if no cell has that name."""
-    run = RUN.fullmatch(name)
-    cells = (cell for cells in tables.TABLES.values() for cell in cells)
-    cell = run and next((cell for cell in cells if cell.name == run[1]), None)
-    return cell and cell.command(scale, int(run[2]))
+def file_of(dataset, scale):
+    return RESULTS / ("digits.jsonl" if dataset == "digits" else f"{dataset}_{scale}.jsonl")
 
 
-def new_results(runs, results):
-    """{file of results/: content} of the finished runs of the tables."""
-    found = {}
-    for folder in sorted(p for scale in SCALES for p in Path(runs).glob(f"{scale}/*/")):
-        scale, name = folder.parent.name, folder.name
-        command = command_of(scale, name)
-        if not command:
-            continue
-        if not (folder / "result.json").exists():
-            warn(f"{folder} is not finished and left out; `run` continues it")
-            continue
-        target, result = results / scale / f"{name}.json", finished.read_run(folder, command)
-        tests, stale = finished.read_tests(folder)
-        for file in stale:
-            warn(f"{file} is older than the run beside it and left out; `run` makes it again")
-        found[target] = result | {"tests": tests_before(target, result) | tests}
-    if (Path(runs) / BENCH).exists():
-        found[results / BENCH] = finished.check_bench(Path(runs) / BENCH)
-    return found
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def tests_before(target, result):
-    """Numbers on imbalanced test sets in results/, where it already holds this very run. They are
-    those of its last checkpoint, so that has to be the same."""
-    old = finished.read_json(target) if target.exists() else {}
-    return old.get("tests", {}) if old.get("last") == result["last"] else {}
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
-def read_results(results, new=None):
-    """{(scale, name of the run): {seed: result}}; ("bench", ""): seconds from bench.json.
-
-    new: {file: content} that takes the place of what the files hold
-    """
-    found, new = defaultdict(dict), new or {}
-    there = {p for scale in SCALES for p in results.glob(f"{scale}/*.json")} | new.keys()
-    for path in sorted(there - {results / BENCH}):
-        scale, command = path.parent.name, command_of(path.parent.name, path.stem)
-        if not command:
-            warn(f"{path} belongs to no cell of the tables and is left out")
-            continue
-        result = new[path] if path in new else finished.read_json(path)
-        finished.check_copy(path, result, finished.configuration(command))
-        name, seed = RUN.fullmatch(path.stem).groups()
-        found[scale, name][int(seed)] = result
-    if results / BENCH in new or (results / BENCH).exists():
-        found["bench", ""] = new.get(results / BENCH) or finished.check_bench(results / BENCH)
-    return found
+@lru_cache
+def read_results():
+    """The lines of all runs that tables are written from."""
+    paths = sorted({file_of(cell.dataset, scale) for cell in CELLS for scale in SCALES})
+    return [line for path in paths for line in read_lines(path)]
 
 
-def by_seed(cell, scale, found):
-    """{seed: {"bacc": .., "gm": .., "acc": ..}} of a cell."""
-    results = found.get((scale, cell.name), {})
-    if cell.test:
-        return {s: r["tests"][cell.test] for s, r in results.items() if cell.test in r["tests"]}
-    return results
+def runs_of(cell, scale="mini"):
+    """{seed: line} of the runs of a cell."""
+    command = cell.command(scale, "")                    # it ends with the seed
+    return {line["seed"]: line for line in read_results()
+            if line["command"] == f"{command}{line['seed']}"
+            and (not cell.test or cell.test in line.get("tests", ()))}
 
 
-def mean_text(values):
+# ---------------------------------------------------------------------------------------------
+# finished runs
+
+
+@lru_cache(None)
+def configuration(command):
+    """All flags of a command as its training script reads them; no file is touched."""
+    words = shlex.split(command)
+    if words[1] == "-m":
+        return vars(baselines.configure(words[3:])[0])
+    base = words[1].removeprefix("train_").removesuffix(".py")
+    script = train_mixmatch if base == "mixmatch" else train_fixmatch
+    return vars(config.read(words[2:], base, "", script.flags, script.l2ac_flags))
+
+
+def belongs(cfg, cell):
+    """Whether a cell's command gives the configuration (a dict) of a run. A flag that the run
+    lacks, because it is newer, has its default."""
+    same = all(cfg[key] == getattr(cell, key) for key in ("base", "method", "dataset"))
+    if not (same and cell.runs_at(cfg["scale"])):
+        return False
+    command = cell.command(cfg["scale"], cfg["seed"])
+    wanted, plain = configuration(command), configuration(command.replace(cell.flags, ""))
+    return all(cfg.get(key, plain[key]) == value for key, value in wanted.items()
+               if key == "iters" or key not in config.FREE)
+
+
+def by_class(log, iters, evaluations):
+    """What log.csv says by class: {name: (K,)} and {"by_tenth": {name: (10, K)}}."""
+    names, nothing = log.dtype.names, np.full(len(log), np.nan)
+
+    def columns_of(name):                                # (rows, K); no right_k if k never counts
+        K = sum(column.startswith("recall_") for column in names)
+        return np.stack([log[f"{name}_{k}"] if f"{name}_{k}" in names else nothing
+                         for k in range(K)], 1)
+    found = {name: columns_of(name) for name in ("recall", "kept", "right", "bias")
+             if f"{name.replace('right', 'kept')}_0" in names}
+    found |= {"bias_varies": log["bias_varies"]} if "bias" in found else {}
+    means = {name: column[-evaluations:].mean(0) for name, column in found.items()}
+    if "kept" in found:
+        # of all labels that count: a class without one in some evaluation has no share there
+        kept, right = found["kept"][-evaluations:], found["right"][-evaluations:]
+        with np.errstate(invalid="ignore"):
+            means["right"] = np.where(kept > 0, kept * right, 0).sum(0) / kept.sum(0)
+    ends = np.searchsorted(log["iter"], np.arange(1, 11) * iters / 10)     # first row from there on
+    return means | {"by_tenth": {name: column[ends] for name, column in found.items()}}
+
+
+def read_run(folder):
+    """The line of a finished run, or None if no cell has its configuration."""
+    cfg, result = (json.loads((folder / name).read_text())
+                   for name in ("config.json", "result.json"))
+    cells, count = [cell for cell in CELLS if belongs(cfg, cell)], result["evaluations"]
+    if not cells:
+        return None
+    log = np.atleast_1d(np.genfromtxt(folder / "log.csv", delimiter=",", names=True))
+    line = {"command": cells[0].command(cfg["scale"], cfg["seed"])}
+    line |= {key: cfg[key] for key in ("dataset", "base", "method", "scale", "seed", "iters",
+                                       "torch", "torchvision", "numpy", "python", "commit")}
+    line |= {key: result[key] for key in ("bacc", "gm", "acc", "evaluations")}
+    line |= {"reported_from": int(log["iter"][-count]),
+             "last": {key: log[key][-1] for key in ("bacc", "gm")}}
+    for kind in sorted({cell.test for cell in cells} - {""}):
+        _, numbers = evaluate.on_imbalanced(report.load_run(folder), kind, gamma=10, seed=0)
+        line.setdefault("tests", {})[kind] = {key: numbers[key] for key in ("bacc", "gm", "acc")}
+    line |= by_class(log, cfg["iters"], count)
+    return json.loads(json.dumps(line, default=lambda array: array.round(4).tolist()),
+                      parse_constant=lambda nan: None)
+
+
+def collect(runs):
+    """File the finished runs below a folder. One replaces an earlier one of the same command."""
+    files = {}
+    for result in sorted(Path(runs).rglob("result.json")):
+        line = read_run(result.parent)
+        print(f"{result.parent}: {line['command'] if line else 'belongs to no table'}")
+        if line:
+            path = file_of(line["dataset"], line["scale"])
+            if path not in files:
+                files[path] = {old["command"]: old for old in read_lines(path)}
+            files[path][line["command"]] = line
+    for path, held in files.items():
+        write_lines(path, held.values())
+
+
+def mean_text(values, form=".1f"):
     """46.5 ± 0.8 with the standard deviation, or 46.5 if there is one seed."""
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{spread}"
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{spread}"
 
 
 def difference_text(values):
-    """**+2.3 ± 0.5** with the standard error, bold beyond two; +2.3 if there is one seed."""
-    mean = statistics.mean(values)
-    if len(values) == 1:
-        return f"{mean:+.1f}"
-    error = statistics.stdev(values) / len(values) ** 0.5
-    mark = "**" if abs(mean) > max(2 * error, 0.05) else ""      # not where 0.0 is shown
-    return f"{mark}{mean:+.1f} ± {error:.1f}{mark}"
+    """**+2.3 ± 0.5** with the standard error, bold if the 95 % t interval excludes 0."""
+    mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
+    sure = abs(mean) > max(t_quantile(len(values) - 1) * error, 0.05)      # not where 0.0 is shown
+    return f"**{mean:+.1f} ± {error:.1f}**" if sure else f"{mean:+.1f} ± {error:.1f}"
 
 
-def ours(cell, scale, found):
+def ours(cell, scale="mini"):
     """Mean ± standard deviation (number of seeds), or "" without a run."""
-    if cell.dataset == "bench":
-        return cost(cell, found) if scale == "mini" else ""      # is the same at both scales
-    results = by_seed(cell, scale, found)
-    if not results:
-        return ""
+    numbers = [line["tests"][cell.test] if cell.test else line
+               for line in runs_of(cell, scale).values()]
     keys = ("bacc", "gm", "acc") if cell.test else ("bacc", "gm")
-    text = " / ".join(mean_text([r[key] for r in results.values()]) for key in keys)
-    return f"{text} ({len(results)})" + recipe_effect(cell, results, scale, found)
+    texts = [mean_text([n[key] for n in numbers]) for key in keys if numbers]
+    return f"{' / '.join(texts)} ({len(numbers)})" if numbers else ""
 
 
-def cost(cell, found):
-    """Seconds per iteration, relative to FixMatch with the same number of classes."""
-    seconds, key = found.get(("bench", ""), {}), f"{cell.method} {cell.flags}"
-    return f"{seconds[key] / seconds[f'none {cell.flags}']:.2f}" if key in seconds else ""
-
-
-def recipe_effect(cell, results, scale, found):
-    """In the table of recipes: the difference to the paper's recipe at the same seeds."""
-    if not cell.table.startswith("recipe"):
-        return ""
-    plain = next(c for c in tables.TABLES[cell.table] if c.column == cell.column)
-    base = by_seed(plain, scale, found)
-    seeds = sorted(results.keys() & base.keys())
-    if cell == plain or not seeds:
-        return ""
-    effects = [[results[s][key] - base[s][key] for s in seeds] for key in ("bacc", "gm")]
-    return "<br>" + " / ".join(map(difference_text, effects))
-
-
-def cell_text(cell, found):
+def cell_text(cell):
     """Our number at the scale mini, at full size if it was run, and the paper's in italics."""
-    if not cell.runs:
+    if cell.dataset == "bench":                          # relative to FixMatch
+        seconds = json.loads((RESULTS / "bench.json").read_text())
+        number = seconds[f"{cell.method} {cell.flags}"] / seconds[f"none {cell.flags}"]
+        return f"{number:.2f}<br>*{cell.paper}*"
+    if not cell.runs_at("mini"):
         return cell.paper
-    full = ours(cell, "paper", found)
-    parts = [ours(cell, "mini", found) or "not run", full and f"full size: {full}",
+    full = ours(cell, "paper")
+    parts = [ours(cell) or "not run", full and f"full size: {full}",
              cell.paper and f"*{cell.paper}*"]
-    return "<br>".join(part for part in parts if part)
+    return "<br>".join(filter(None, parts))
 
 
-def markdown(number, found):
-    """The table in Markdown, in parts if it has several datasets."""
-    parts, cells = [], tables.TABLES[number]
+def grid(columns, rows, heads=1):
+    """A table in Markdown. rows: lists of texts, of which the first `heads` are titles"""
+    lines = ["|" + " |" * heads + f" {' | '.join(columns)} |",
+             "|" + "---|" * heads + "--:|" * len(columns)]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def table_of(cells, text=cell_text, title=lambda cell: cell.row):
+    """The rows and columns of one of TABLES, in parts if it has several datasets; text and title of
+    a row are functions of a cell. Rows without text are left out."""
+    parts = []
     for dataset in dict.fromkeys(cell.dataset for cell in cells):
         part = [cell for cell in cells if cell.dataset == dataset]
         columns = list(dict.fromkeys(cell.column for cell in part))
-        lines = ["| | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
-        for i in range(0, len(part), len(columns)):
-            row = part[i:i + len(columns)]
-            lines.append(f"| {row[0].row} | " + " | ".join(cell_text(c, found) for c in row) + " |")
-        parts.append("\n".join(lines))
-    marks = sorted(set(re.findall(r"\(([a-z])\)", "".join(parts))))
-    return "\n\n".join(parts + [f"({mark}) {DOUBTS[mark]}" for mark in marks])
+        rows = [part[i:i + len(columns)] for i in range(0, len(part), len(columns))]
+        lines = [[title(row[0]), *map(text, row)] for row in rows]
+        parts.append(grid(columns, [line for line in lines if any(line[1:])]))
+    return "\n\n".join(parts)
 
 
-def as_csv(number, found):
-    keys = ("bacc", "gm", "acc")
-    out = io.StringIO(newline="")
-    rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(["scale", "dataset", "base", "method", "row", "column", "command", "paper",
-                   "seeds", "ours", *keys, *(f"{key}_std" for key in keys),
-                   "last_bacc", "last_gm"])
-    for scale, cell in ((s, c) for s in SCALES for c in tables.TABLES[number] if c.runs_at(s)):
-        results = by_seed(cell, scale, found)
-        values = [[r[key] for r in results.values()] for key in keys]
-        last = [[] if cell.test else [r["last"][key] for r in results.values()]
-                for key in ("bacc", "gm")]
-        command = cell.command(scale, "S").split(" --resume")[0]
-        judge = f" && python evaluate.py RUN --test {cell.test}" if cell.test else ""
-        rows.writerow([scale, cell.dataset, cell.base, cell.method, cell.row.strip("*`"),
-                       cell.column, command + judge, cell.paper,
-                       " ".join(map(str, results)),
-                       ours(cell, scale, found).replace("<br>", ", ") or "not run",
-                       *(f"{statistics.mean(v):.2f}" if v else "" for v in values),
-                       *(f"{statistics.stdev(v):.2f}" if len(v) > 1 else "" for v in values),
-                       *(f"{statistics.mean(v):.2f}" if v else "" for v in last)])
-    return out.getvalue()
-
-
-def block(number):
-    return re.compile(rf"(<!-- table {number} -->\n)(.*?)(?=<!-- end -->)", re.S)
-
-
-def collect(runs, root=ROOT):
-    results = root / "results"
-    new = new_results(runs, results)
-    found = read_results(results, new)
-    pages = {path: finished.read_text(path)
-             for path in (root / "README.md", *sorted(root.glob("docs/*.md")))}
-    files = {path: checkpoint.to_json(content) for path, content in new.items()}
-    for number in tables.TABLES:
-        files[results / f"table_{number}.csv"] = as_csv(number, found)
-        write_table(number, markdown(number, found), pages)
-    for path, content in (files | pages).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write(path, content.encode())
-    count = sum(len(seeds) for (scale, _), seeds in found.items() if scale != "bench")
-    print(f"{count} runs in {results}; the tables of README.md and docs/ show them")
-
-
-def write_table(number, table, pages):
-    """Put a table into its place. pages: {path: text}"""
-    for path, text in pages.items():
-        if place := block(number).search(text):
-            begin, end = place.span(2)
-            pages[path] = f"{text[:begin]}{table}\n{text[end:]}"
-            return
-    raise UserError(f"neither README.md nor docs/ has a place for table {number}; put the lines "
-                    f"<!-- table {number} --> and <!-- end --> there")
+def write_pages(tables):
+    """Put tables between `<!-- table NAME -->` and `<!-- end -->`. tables: {NAME: Markdown}"""
+    place = re.compile(r"(<!-- table (.+?) -->\n).*?(?=<!-- end -->)", re.S)
+    for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
+        text = place.sub(lambda at: f"{at[1]}{tables[at[2]]}\n", page.read_text(encoding="utf-8"))
+        page.write_text(text, encoding="utf-8")

@@ -1,310 +1,400 @@
-"""The paper's figures and some more, from finished runs: one function per figure.
+"""The paper's figures and some more, from finished runs.
 
-    python -m scripts.figures runs/fixmatch_s0 runs/l2ac_s0 --out assets
-    python -m scripts.figures runs/* --out assets --only recall confusion --format pdf
+    python -m scripts.figures runs/none_s0 runs/l2ac_s0 --out figures              all of them
+    python -m scripts.figures runs/* --only story --out figures/digits.pdf         one, by its name
+    python -m scripts.figures --out assets             those of docs/attractor.md, from results/
 
-The run folders are all it needs. Seeds of one setting become mean and standard deviation. Where
-something is missing for a figure (bounds, true labels, an attractor), a sentence on stderr says so
-and the other figures are drawn. The numbers are evaluate.py's.
+Seeds of one setting become mean and standard deviation. Where the runs lack something for a figure
+(true labels, an attractor), a message says so and the others are drawn.
 """
+import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
+from sklearn.manifold import TSNE
+from torchvision.utils import make_grid
 
 import data
 import evaluate
-from scripts import drawing
-from scripts.training_figures import attractor, bias, curves, log_counts, losses, with_attractor
-from support import UserError, augment, cli, report
+from scripts import study
+from scripts.tables import TABLES
+from support import UserError, augment, config, exit_cleanly, report
 
-# ---------------------------------------------------------------------------------------------
-# data
+plt.switch_backend("agg")                                # files only, no window
+BLUE, VERMILLION, SKY, ORANGE = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"   # Okabe and Ito's
+GREEN, PURPLE, GREY, BLACK = "#009E73", "#CC79A7", "#8C8C8C", "#000000"
+LABELS_ONLY, ALL_LABELS = "labels only", "all labels"
+NAMES = {"vanilla": LABELS_ONLY, "lower_bound": LABELS_ONLY, "upper_bound": ALL_LABELS}
+COLOURS = {"FixMatch": BLUE, "L2AC": VERMILLION, LABELS_ONLY: GREY, ALL_LABELS: BLACK}
+CYCLE = (PURPLE, GREEN, SKY, ORANGE, BLUE, VERMILLION, GREY)
+STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
+         "axes.titlelocation": "right", "legend.frameon": False, "legend.borderaxespad": 0.2,
+         "figure.dpi": 150, "figure.constrained_layout.use": True}
+ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=5)                 # place of a legend
+WIDTH = 9                                                # inches; 1350 pixels, shown at about 900
+
+
+class Group:
+    """Runs that differ in nothing but the seed."""
+
+    def __init__(self, runs, folder=""):
+        cfg = runs[0].cfg
+        self.runs, self.first, self.cfg, self.folder = runs, runs[0], cfg, folder
+        base = {"fixmatch": "FixMatch", "mixmatch": "MixMatch"}.get(cfg.base, cfg.base)
+        name = NAMES.get(cfg.method, cfg.method.upper())
+        self.method = base if name == "NONE" else name + " on MixMatch" * (base == "MixMatch")
+        self.classes = [name[:18] for name in cfg.dataset_info["names"]]
+        told = [Path(cfg.dataset).stem] + ["step"] * (cfg.imbalance == "step")
+        told += [f"{key} {getattr(cfg, key):g}" for key in ("beta", "gamma_l", "gamma_u", "ratio")
+                 if getattr(cfg, key)]
+        self.setting = ", ".join(told) + " reversed" * cfg.reverse_u
+
+    def seeds(self, part):
+        """(S, ...) of S seeds. part: a function of a run that gives an array"""
+        return np.array([part(run) for run in self.runs])
+
+
+def looks(groups):
+    """[(name, colour)] of the groups. Where a method comes twice, its folders tell them apart."""
+    found, cycle = [], [c for c in CYCLE if c not in {COLOURS.get(g.method) for g in groups}]
+    for i, group in enumerate(groups):
+        same = [g for g in groups if g.method == group.method]
+        name = group.method if len(same) == 1 else f"{group.method}, {group.folder}"
+        colour = COLOURS.get(group.method) if group is same[0] else None
+        found.append((name, colour or cycle[i % len(cycle)]))
+    return found
+
+
+def by_setting(groups):
+    """{setting: groups}. Runs with the labels only are in each that has their gamma_l."""
+    others = [group for group in groups if group.method != LABELS_ONLY] or groups
+    return {o.setting: [g for g in groups if (g.setting == o.setting if g in others else
+                                              g.cfg.gamma_l == o.cfg.gamma_l)] for o in others}
+
+
+def logged(group, column):
+    """Iterations (T,) at which epochs end, and a column of log.csv there (S, T), of S seeds. The
+    rows in between, in the last tenth of a run, average over a part of an epoch."""
+    ends = [[row for row in run.history if row["iter"] % run.cfg.eval_every == 0]
+            for run in group.runs]
+    ends = [rows[:min(map(len, ends))] for rows in ends]             # up to the shortest run
+    values = [[row.get(column, np.nan) for row in rows] for rows in ends]
+    return [row["iter"] for row in ends[0]], np.array(values)
+
+
+def bias(run):
+    """(K, K) what the attractor adds to the logits (column) of test images of a class (row)."""
+    added = evaluate.bias_added(run.attractor, run.test_scores)
+    return evaluate.mean_by_class(added, run.dataset.test_labels).cpu().numpy()
+
+
+def centred_log(counts):
+    """(K,) ln N_k less its mean: the difference between a skewed and a uniform prior, as logits."""
+    return np.log(counts) - np.log(counts).mean()
+
+
+def panels(n, height, across=2, **kwargs):
+    """A figure of n panels, `across` in a row at most, each `height` inches high."""
+    across = min(n, across)
+    rows = -(-n // across)
+    figure, axes = plt.subplots(rows, across, figsize=(WIDTH, height * rows), squeeze=False,
+                                **kwargs)
+    for ax in axes.flat[n:]:
+        ax.set_axis_off()
+    return figure, list(axes.flat[:n])
+
+
+def name_classes(ax, names, counts=None):
+    """Class names on the x axis, with a number below each. Only some of them if there are many."""
+    labels = names if counts is None else [f"{n}\n{c}" for n, c in zip(names, counts, strict=True)]
+    step, widest = -(-len(names) // 25), max(map(len, names))
+    slanted = counts is None and widest > 2 or len(names) > 12 or widest > 12
+    ax.set_xticks(range(0, len(names), step), labels[::step], parse_math=False,
+                  **(dict(rotation=40, ha="right", rotation_mode="anchor") if slanted else {}))
+
+
+def by_class(ax, groups, part, ylabel):
+    """Bars of part(run) (K,) in percent; lines for runs with the labels only and all labels."""
+    bars = [group for group in groups if group.method not in (LABELS_ONLY, ALL_LABELS)]
+    x, width, handles = np.arange(len(groups[0].classes)), 0.84 / max(1, len(bars)), []
+    for group, (name, colour) in zip(groups, looks(groups), strict=True):
+        seeds = group.seeds(part)                                              # (S, K)
+        mean = seeds.mean(0)
+        if group in bars:
+            shift = (bars.index(group) - (len(bars) - 1) / 2) * width
+            std = seeds.std(0, ddof=1) if len(seeds) > 1 else 0 * mean
+            whiskers = np.minimum(std, [mean, 100 - mean])                     # within 0 to 100
+            handles.append(ax.bar(x + shift, mean, width, color=colour, label=name, yerr=whiskers,
+                                  error_kw=dict(elinewidth=0.8)))
+        else:
+            handles.append(ax.hlines(mean, x - 0.46, x + 0.46, color=BLACK, label=name,
+                                     linestyle="-" if group.method == ALL_LABELS else "--"))
+    first = (bars or groups)[0]
+    ax.set(ylabel=ylabel, title=f"{first.setting}, seeds: {len(first.runs)}")
+    ax.legend(handles=handles, **ABOVE)
+    name_classes(ax, first.classes, first.first.labels_per_class)
+
+
+def heat(ax, matrix, columns, rows, cmap="Blues", low=0, high=100, form="{:.0f}"):
+    """A matrix (R, K) as a heat map; up to 20 classes, with the values written in the cells."""
+    ax.imshow(matrix, cmap=cmap, vmin=low, vmax=high, aspect="auto")
+    name_classes(ax, columns)
+    step = -(-len(rows) // 25)
+    ax.set_yticks(range(0, len(rows), step), rows[::step])
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    for (i, j), value in np.ndenumerate(matrix) if len(columns) <= 20 else ():
+        ax.text(j, i, "–" if np.isnan(value) else form.format(value), ha="center", va="center",
+                fontsize=7.5, color="white" if abs(value) > 0.6 * high else "black")
+
+
+def story(groups):
+    """Recall by class, and below it what the attractor adds: the whole method in one picture."""
+    group = next(group for group in groups if group.first.attractor)
+    figure, (top, below) = plt.subplots(2, figsize=(WIDTH, 5.2), height_ratios=(5, 3), sharex=True)
+    by_class(top, by_setting(groups)[group.setting], lambda run: run.reported["recall"],
+             "recall on the test set, %")
+    top.set_ylim(0, 102)
+    below.bar(range(len(group.classes)), np.diagonal(group.seeds(bias).mean(0)), 0.5,
+              color=VERMILLION, label="what the attractor adds to the logit of the true class")
+    below.plot(centred_log(group.first.labels_per_class), "D", color=BLACK, markersize=4,
+               label=r"$\ln N_k$, centred")
+    below.axhline(0, color=BLACK, linewidth=0.6)
+    below.set(ylabel="logit", xlabel="class, number $N_k$ of labeled images")
+    below.legend(**ABOVE)
+    return figure
 
 
 def distribution(groups):
     """Images per class in the labeled and the unlabeled set. Fig. 1a; with step imbalance Fig. 7"""
-    settings = {drawing.setting_of(group): group.runs[0] for group in reversed(groups)}
-    figure, axes = drawing.panels(len(settings), 2.6, sharey=True)
-    for ax, (setting, run) in zip(axes, reversed(settings.items()), strict=True):
-        counts = [run.dataset.count(index).tolist() for index in run.split]
-        x = np.arange(len(counts[0]))
-        ax.bar(x - 0.2, counts[0], 0.4, color="#222222", label="labeled")
-        ax.bar(x + 0.2, counts[1], 0.4, color="#B5B5B5", label="unlabeled")
-        if not any(counts[1]):
-            drawing.note_on("distribution",
-                            f"the true labels of the unlabeled images of {run.folder} are not "
-                            f"known, only the labeled images are drawn")
-        ax.set_yscale("log")
-        ax.set_ylim(bottom=1)
-        ax.set_title(setting.title(), loc="right")
-        drawing.name_classes(ax, drawing.names_of(groups))
-    axes[0].set_ylabel("images (log scale)")
-    axes[0].legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    settings = by_setting(groups)
+    figure, axes = panels(len(settings), 2.4, sharex=True, sharey=True)
+    for ax, (setting, (group, *_)) in zip(axes, settings.items(), strict=True):
+        labeled, unlabeled = (group.first.dataset.count(i).tolist() for i in group.first.split)
+        ax.bar(np.arange(len(labeled)) - 0.2, labeled, 0.4, color="#222222", label="labeled")
+        ax.bar(np.arange(len(labeled)) + 0.2, unlabeled, 0.4, color="#B5B5B5", label="unlabeled")
+        ax.set(title=setting, ylabel="images", yscale="log", ylim=(1, None))
+        name_classes(ax, group.classes)
+    axes[0].legend(**ABOVE)
     return figure
 
 
 def imbalanced_tests(groups):
     """Images per class in the three test sets of `evaluate.py --test`, gamma_t 10. Fig. 6"""
-    dataset = groups[0].runs[0].dataset
-    labels = dataset.test_labels.cpu().numpy()
-    fewest = np.bincount(labels, minlength=dataset.num_classes).min()
-    if fewest < 10:
-        raise UserError(f"it needs 10 test images of each class, the smallest has {fewest}")
-    figure, axes = drawing.panels(3, 2.4, across=3, sharey=True)
+    figure, axes = panels(3, 2.4, across=3, sharey=True)
     for ax, kind in zip(axes, ("longtail", "reversed", "random"), strict=True):
-        index = evaluate.choose_test(labels, dataset.num_classes, kind, 10, 0)
-        ax.bar(range(dataset.num_classes), np.bincount(labels[index]), color="#5A5A5A")
-        ax.set_title(kind, loc="right")
-        drawing.name_classes(ax, drawing.names_of(groups))
-    axes[0].set_ylabel("test images")
+        counts, _ = evaluate.on_imbalanced(groups[0].first, kind, 10, 0)
+        ax.bar(range(len(counts)), counts.values(), color="#5A5A5A")
+        ax.set(title=kind, ylabel="test images")
+        name_classes(ax, groups[0].classes)
     return figure
 
 
-def views(groups, columns=10):
-    """A labeled image of each class, its weak view and two strong views."""
-    run = groups[0].runs[0]
-    index, labels = run.split[0], run.dataset.labels[run.split[0]]
-    known = np.unique(labels)
-    classes = known[np.unique(np.linspace(0, len(known) - 1, columns).round()).astype(int)]
-    x, _ = run.dataset.take(np.array([index[labels == k][0] for k in classes]))  # (C, 3, H, W)
-    n, m = (run.cfg.ra_n, run.cfg.ra_m) if run.cfg.base == "fixmatch" else (3, 4)
-    weak, strong = (partial(view, normalise=run.normalise, no_flip=run.cfg.no_flip)
-                    for view in (augment.weak, augment.strong))
-    rows = {"image": run.normalise(x), "weak view": weak(x, view_rng(run, 0))}
-    rows |= {f"strong view {i}": strong(x, view_rng(run, i), n=n, m=m) for i in (1, 2)}
-    strip = np.concatenate([side_by_side(run.dataset, row) for row in rows.values()])
-    side = strip.shape[0] / len(rows)
-    figure, (ax,) = drawing.panels(1, drawing.WIDTH * len(rows) / len(classes) * 0.95)
-    ax.imshow(strip)
-    names = [drawing.names_of(groups)[k] for k in classes]
-    ax.set_xticks((np.arange(len(classes)) + 0.5) * side - 0.5, names,
-                  **(drawing.SLANTED if max(map(len, names)) > 12 else {}))
-    ax.set_yticks((np.arange(len(rows)) + 0.5) * side - 0.5, rows)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
+def views(groups):
+    """A labeled image of each of the first ten classes, its weak view, two strong views."""
+    run = groups[0].first
+    _, first = np.unique(run.dataset.labels[run.split[0]], return_index=True)
+    x, _ = run.dataset.take(run.split[0][first[:10]])                          # (C, 3, H, W)
+    rows = [run.normalise(x)]
+    for i, view in enumerate((augment.weak, augment.strong, augment.strong)):
+        rows.append(view(x, data.rng(0, "figure", i), run.normalise, no_flip=run.cfg.no_flip))
+    mean, std = (torch.tensor(v)[:, None, None] for v in (run.dataset.mean, run.dataset.std))
+    grid = make_grid((torch.cat(rows).cpu() * std + mean).clip(0, 1), len(x), 1, pad_value=1)
+    figure, (ax,) = panels(1, WIDTH * grid.shape[1] / grid.shape[2])
+    ax.imshow(grid.permute(1, 2, 0))
+    ax.set_title("from top: images, weak views, strong views, other strong views")
+    ax.set_axis_off()
     return figure
 
 
-def view_rng(run, i):
-    return data.rng(run.cfg.seed, "figure", i)
-
-
-def side_by_side(dataset, x):
-    """(C, 3, H, W) normalised -> one picture, values in [0, 1], a white frame around each image."""
-    std, mean = (np.array(v).reshape(1, 1, 1, 3) for v in (dataset.std, dataset.mean))
-    x = (x.cpu().permute(0, 2, 3, 1).numpy() * std + mean).clip(0, 1)            # (C, H, W, 3)
-    x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1)
-    return np.concatenate(list(x), axis=1)
-
-
-# ---------------------------------------------------------------------------------------------
-# test set
-
-
-def draw_by_class(ax, groups, part):
-    """Bars of part(run) [K] by class; lower and upper bound as horizontal lines."""
-    drawn = list(zip(groups, drawing.looks(groups), strict=True))
-    methods = [(g, look) for g, look in drawn if not drawing.is_bound(g)] or drawn
-    spreads = [g.deviation(part) or [0] * len(drawing.names_of(groups)) for g, _ in methods]
-    several = any(len(g.runs) > 1 for g, _ in methods)
-    drawing.bars(ax, [g.mean(part) for g, _ in methods], [look for _, look in methods],
-                 spreads if several else None)
-    for group, look in drawn:
-        if (group, look) not in methods:
-            drawing.levels(ax, group.mean(part), look)
-
-
-def recall(groups):
-    """Recall by class, mean of the last 20 evaluations, between the bounds. Fig. 1b"""
-    figure = by_class("recall", groups, lambda run: run.reported["recall"], "recall, %")
-    for ax in figure.axes:
-        ax.set_ylim(0, 100)
-    return figure
-
-
-def predicted(groups):
-    """Mean predicted probability of each class over the test set. Fig. 1c"""
-    figure = by_class("predicted", groups, lambda run: run.last["predicted"], "mean probability, %")
-    for ax in figure.axes:
-        share = np.bincount(groups[0].runs[0].dataset.test_labels.cpu(),
-                            minlength=len(drawing.names_of(groups)))
-        ax.plot(100 * share / share.sum(), color="#333333", linestyle=":", linewidth=1,
-                label="test set")
-    drawing.place_legend(figure.axes[0])
-    return figure
-
-
-def by_class(name, groups, part, ylabel):
-    """The figure `name`: bars of part(run) [K] by class, a panel for each data setting."""
-    bounds = {drawing.look_of_method("supervised", group.runs[0].cfg.method)[0]
-              for group in groups if drawing.is_bound(group)}
-    if len(bounds) < 2:
-        drawing.note_on(name, "the lower or the upper bound is not among the runs (python -m "
-                           "baselines.train --base supervised --method lower_bound or "
-                           "upper_bound); drawn without it")
-    settings = drawing.by_setting(groups)
-    figure, axes = drawing.panels(len(settings), 3.3, across=1)
-    for ax, (setting, members) in zip(axes, settings.items(), strict=True):
-        draw_by_class(ax, members, part)
-        ax.set_ylabel(ylabel)
-        ax.set_title(setting.title(), loc="right")
-        drawing.name_classes(ax, drawing.names_of(groups), drawing.labeled_counts(members[0]))
-        drawing.place_legend(ax)
+def bars(section, key, ylabel, groups):
+    """Numbers of a run by class, a panel for each setting."""
+    settings = by_setting(groups).values()
+    figure, axes = panels(len(settings), 3, across=1)
+    for ax, members in zip(axes, settings, strict=True):
+        by_class(ax, members, lambda run: getattr(run, section)[key], ylabel)
     axes[-1].set_xlabel("class, number of labeled images")
     return figure
 
 
-def confusion(groups):
-    """Test images of each true class by predicted class, in percent, last checkpoint. Fig. 3"""
-    return matrices(groups, lambda run: run.last["confusion"], "predicted class")
-
-
-def matrices(groups, part, xlabel):
-    figure, axes = drawing.panels(len(groups), 4.1)
-    for i, (ax, group, look) in enumerate(
-            zip(axes, groups, drawing.looks(groups), strict=True)):
-        drawing.heat(ax, group.mean(part), drawing.names_of(groups))
-        ax.set_title(look.name)
-        ax.set_xlabel(xlabel)
-        ax.set_ylabel("true class" if i % 2 == 0 else "")
+def matrices(section, xlabel, groups):
+    """Confusion matrices, in percent of the true class."""
+    figure, axes = panels(len(groups), 4.1)
+    for ax, group, (name, _) in zip(axes, groups, looks(groups), strict=True):
+        matrix = group.seeds(lambda run: getattr(run, section)["confusion"]).mean(0)
+        heat(ax, matrix, group.classes, group.classes)
+        ax.set(title=name, xlabel=xlabel, ylabel="true class")
     return figure
 
 
-# ---------------------------------------------------------------------------------------------
-# pseudo-labels, features
-
-
-def semi_supervised(groups):
-    found = [group for group in groups if group.runs[0].cfg.base != "supervised"]
-    if not found:
-        raise UserError("all runs are supervised; name a run that makes pseudo-labels")
-    return found
-
-
-def pseudo_confusion(groups):
-    """Unlabeled images of each true class by pseudo-label, in percent. Fig. 8, 9"""
-    return matrices(semi_supervised(groups), lambda run: run.pseudo["confusion"], "pseudo-label")
-
-
-def pseudo_recall(groups):
-    """Recall of the pseudo-labels by class. Fig. 4"""
-    settings = drawing.by_setting(semi_supervised(groups))
-    figure, axes = drawing.panels(len(settings), 3, sharey=True)
-    for ax, (setting, members) in zip(axes, settings.items(), strict=True):
-        draw_by_class(ax, members, lambda run: run.pseudo["recall"])
-        ax.set_title(setting.title(), loc="right")
-        drawing.name_classes(ax, drawing.names_of(groups))
-    axes[0].set_ylabel("recall of pseudo-labels, %")
-    shown = {label: bar for ax in axes
-             for bar, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(shown.values(), shown, loc="outside upper left", ncols=6)
+def curves(columns, groups):
+    """Columns of log.csv over training. columns: {label of a panel: (solid, dashed)}"""
+    figure, axes = panels(len(columns), 3.6)
+    for ax, (ylabel, pair) in zip(axes, columns.items(), strict=True):
+        for group, (name, colour) in zip(groups, looks(groups), strict=True):
+            for column, style in zip(pair, ("-", "--"), strict=False):
+                x, seeds = logged(group, column)
+                mean, label = seeds.mean(0), name if style == "-" else None
+                ax.plot(x, mean, color=colour, linestyle=style, label=label)
+                if len(seeds) > 1:
+                    std = seeds.std(0, ddof=1)
+                    ax.fill_between(x, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
+        ax.set(xlabel="iteration", ylabel=ylabel, xlim=(0, None), ylim=(0, None))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
     return figure
 
 
 def tsne(groups, points=2000):
     """t-SNE of the features of training images (EMA model, without augmentation). Fig. 5, 12, 13"""
-    figure, axes = drawing.panels(len(groups), 4.2)
-    names = drawing.names_of(groups)
-    for ax, group, look in zip(axes, groups, drawing.looks(groups), strict=True):
-        place, y = embed(group.runs[0], points)
-        colours = drawing.class_colours(drawing.labeled_counts(group))
+    figure, axes = panels(len(groups), 4.2)
+    for ax, group, (name, _) in zip(axes, groups, looks(groups), strict=True):
+        run, colours = group.first, plt.cm.viridis(np.linspace(0, 0.92, len(group.classes)))
+        index = np.union1d(*run.split)
+        index = data.rng(0, "figure").permutation(index[run.dataset.labels[index] >= 0])[:points]
+        z = run.on_training_images(run.model.features, index).cpu().numpy()             # (P, D)
+        place = TSNE(perplexity=min(30, len(z) // 4), random_state=0).fit_transform(z)  # (P, 2)
+        y = run.dataset.labels[index]
         ax.scatter(*place.T, s=7, c=colours[y], linewidths=0)
-        classes = np.unique(y) if len(names) <= 20 else []
-        centres = np.array([np.median(place[y == k], 0) for k in classes]).reshape(-1, 2)
-        heights = drawing.apart(centres[:, 1], 0.045 * np.ptp(place[:, 1]))
-        for k, x, height in zip(classes, centres[:, 0], heights, strict=True):
-            drawing.outlined(ax, x, height, names[k], color=0.8 * colours[k, :3])
-        ax.set_title(look.name)
-        ax.set_xticks([])
-        ax.set_yticks([])
-        ax.spines[:].set_visible(False)
+        for k in np.unique(y) if len(colours) <= 20 else ():
+            ax.text(*np.median(place[y == k], 0), group.classes[k], color=0.8 * colours[k, :3],
+                    ha="center", va="center", fontsize=8, fontweight="bold",
+                    bbox=dict(facecolor="white", alpha=0.7, linewidth=0, pad=1))
+        ax.set_title(name)
+        ax.set_axis_off()
     return figure
 
 
-def embed(run, points):
-    """Places (P, 2) and true classes (P,) of images drawn from the labeled and unlabeled set."""
-    from sklearn.manifold import TSNE
-    index = np.union1d(*run.split)
-    index = index[run.dataset.labels[index] >= 0]
-    index = view_rng(run, 0).permutation(index)[:points]
-    z = run.on_training_images(run.model.features, index)                               # (P, D)
-    perplexity = min(30, (len(index) - 1) / 3)
-    return (TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(z.cpu().numpy()),
-            run.dataset.labels[index])
-
-
-# ---------------------------------------------------------------------------------------------
-# the whole
-
-
-def story(groups):
-    """Recall by class, and below it what the attractor adds: the whole method in one picture."""
-    with_attractor(groups)                           # or there is nothing to show
-    setting, members = next((s, m) for s, m in drawing.by_setting(groups).items()
-                            if any(g.runs[0].attractor for g in m))
-    figure, (top, below) = drawing.plt.subplots(
-        2, 1, figsize=(drawing.WIDTH, 5.2), height_ratios=(5, 3), sharex=True)
-    draw_by_class(top, members, lambda run: run.reported["recall"])
-    (group, look), *_ = with_attractor(members)
-    added = np.diagonal(group.mean(bias))
-    below.bar(range(len(added)), added, 0.5, color=look.colour,
-              label=f"what the attractor of {look.name} adds to the logit of the true class")
-    below.plot(log_counts(group), "D", color="black", markersize=4, label=r"$\ln N_k$, centred")
-    below.axhline(0, color="black", linewidth=0.6)
-    top.set(ylabel="recall on the test set, %", ylim=(0, 102))
-    top.set_title(setting.title(), loc="right")
-    below.set(ylabel="logit", xlabel="class, number $N_k$ of labeled images")
-    drawing.name_classes(below, drawing.names_of(groups), drawing.labeled_counts(group))
-    for ax in (top, below):
-        drawing.place_legend(ax)
+def attractor(groups):
+    """What the attractor adds to the logits, over training and at its end. Not in the paper."""
+    found = [group for group in groups if group.first.attractor]
+    figure, axes = panels(2 * len(found), 4)
+    for group, (name, _), ax, end in zip(found, looks(found), axes[::2], axes[1::2], strict=True):
+        classes = group.classes
+        for k, colour in enumerate(plt.cm.viridis(np.linspace(0, 0.92, len(classes)))):
+            x, seeds = logged(group, f"bias_{k}")
+            ax.plot(x, seeds.mean(0), color=colour, label=classes[k])
+        order = sorted(ax.lines, key=lambda line: -line.get_ydata()[-1])
+        ax.legend(handles=order[:20], loc="center left", bbox_to_anchor=(1, 0.5))
+        ax.axhline(0, color=BLACK, linewidth=0.6)
+        ax.set(title=f"{name}, over training", xlabel="iteration", xlim=(0, None),
+               ylabel="added to the logit, mean over test images")
+        matrix = np.vstack([group.seeds(bias).mean(0), centred_log(group.first.labels_per_class)])
+        high = np.nanmax(abs(matrix))
+        heat(end, matrix, classes, [*classes, r"$\ln N_k$"], "PuOr_r", -high, high, "{:.1f}")
+        end.axhline(len(classes) - 0.5, color=BLACK, linewidth=1)
+        end.set(title="at the end, added to the logit of", ylabel="test images of class")
     return figure
 
 
-# ---------------------------------------------------------------------------------------------
+# docs/attractor.md: functions of a panel, {row of the table: [numbers of each seed]}, and N_k
 
-FIGURES = {f.__name__: f for f in (
-    story, distribution, imbalanced_tests, recall, predicted, confusion, pseudo_confusion,
-    pseudo_recall, tsne, curves, losses, attractor, views)}
+METHODS = {"FixMatch": BLUE, "w/ LA, labeled rows": ORANGE, "w/ LA, all rows": SKY,
+           "w/ L2AC, vector": GREEN, "**w/ L2AC**": VERMILLION,
+           "w/ L2AC, prior start (ours)": PURPLE}
 
 
-def draw(name, groups, path):
-    """Whether the figure could be drawn; if not, a sentence says what is missing."""
-    try:
-        with drawing.plt.rc_context(drawing.STYLE):
-            drawing.save_figure(FIGURES[name](groups), path)
-    except UserError as error:
-        drawing.note_on(name, f"{error}; not drawn")
-        return False
-    finally:
-        drawing.plt.close("all")
-    print(path)
-    return True
+def mean(runs, key):
+    return np.mean([run[key] for run in runs], axis=0)
+
+
+def accuracy(ax, runs, counts):
+    for i, (row, colour) in enumerate(METHODS.items()):
+        bacc = [run["bacc"] for run in runs[row]]
+        ax.plot([i] * len(bacc), bacc, ".", color=colour, alpha=0.5)
+        ax.plot(i, np.mean(bacc), "_", color=colour, markersize=16, markeredgewidth=3,
+                label=row.strip("*w/ "))
+    for row, style in (("Labels alone", ":"), ("All true labels", "--")):
+        ax.axhline(mean(runs[row], "bacc"), color=GREY, linestyle=style, label=row)
+    ax.set(xticks=[], xlim=(-0.7, len(METHODS) - 0.3), ylabel="bACC: seeds, mean")
+
+
+def added(ax, runs, counts):
+    """At the end of the run, beside the two distributions that the attractors could follow."""
+    for row in (row for row in METHODS if "L2AC" in row):
+        ax.plot(mean(runs[row], "bias"), ".-", color=METHODS[row])
+    ax.plot(centred_log(counts), "--", color=BLACK, label=r"$\ln N_k$, centred")
+    ax.plot(mean(runs["**w/ L2AC**"], "log_eff"), color=GREY, linewidth=3, alpha=0.6,
+            label=r"$\ln \pi_{eff,k}$ of L2AC, centred")
+    ax.set(xlabel="class", xticks=range(0, len(counts), 3), ylabel="added to a logit")
+
+
+def slope(ax, runs, counts):
+    """Over training, beside the slope that the pseudo-labels of L2AC predict."""
+    def plot(row, key, **style):
+        tenths = [[tenth[key] for tenth in run["tenths"]] for run in runs[row]]
+        ax.plot(range(10, 101, 10), np.mean(tenths, 0), **style)
+    for row in (row for row in METHODS if "L2AC" in row):
+        plot(row, "slope_n", color=METHODS[row], marker=".", label=row.strip("*w/ "))
+    plot("**w/ L2AC**", "predicted", color=GREY, linewidth=3, alpha=0.6,
+         label=r"slope of $\ln \pi_{eff,k}$, L2AC")
+    ax.axhline(0, color=BLACK, linewidth=0.6)
+    ax.set(xlabel="% of the run", ylabel=r"slope on $\ln N_k$")
+
+
+def found(ax, runs, counts):
+    """Unlabeled images of a class that count with the right label at the end of the run, in %."""
+    heat(ax, np.array([mean(runs[row], "found_k") for row in METHODS]),                # (R, K)
+         [str(k) for k in range(len(counts))], [row.strip("*w/ ") for row in METHODS])
+    ax.set_xlabel("class")
+
+
+def study_figure(*rows):
+    """A row of panels for each function, a column for each setting of the digits."""
+    settings = {cell.column: study.labeled_counts(cell) for cell in TABLES["attractor"]
+                if cell.dataset == "digits"}
+    figure, axes = plt.subplots(len(rows), len(settings), figsize=(WIDTH, 0.6 + 2.3 * len(rows)),
+                                squeeze=False, sharey="row")
+    numbers = study.study()
+    for column, (setting, counts) in zip(axes.T, settings.items(), strict=True):
+        for ax, draw in zip(column, rows, strict=True):
+            draw(ax, numbers["digits", setting], counts)
+            ax.label_outer()
+        column[0].set_title(setting, loc="center")
+    handles = [handle for ax in axes[:, 0] for handle in ax.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return figure
+
+
+FIGURES = {
+    "story": story, "distribution": distribution, "imbalanced_tests": imbalanced_tests,
+    "recall": partial(bars, "reported", "recall", "recall, %"),                       # Fig. 1b
+    "predicted": partial(bars, "last", "predicted", "mean probability, %"),           # Fig. 1c
+    "confusion": partial(matrices, "last", "predicted class"),                        # Fig. 3
+    "pseudo_recall": partial(bars, "pseudo", "recall", "recall of pseudo-labels, %"),  # Fig. 4
+    "pseudo_confusion": partial(matrices, "pseudo", "pseudo-label"),                  # Fig. 8, 9
+    "curves": partial(curves, {"labeled loss; dashed: upper loss": ("loss_x", "loss_bal"),
+                               "bACC on the test set, %": ("bacc",)}),                # Fig. 10
+    "losses": partial(curves, {"labeled loss; dashed: upper loss": ("loss_x", "loss_bal"),
+                               "unlabeled loss": ("loss_u",)}),                       # Fig. 11
+    "tsne": tsne, "views": views, "attractor": attractor}
+STUDY = {"study": (accuracy, added), "study_training": (slope,), "study_labels": (found,)}
 
 
 def main(argv=None):
-    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
-    p.add_argument("runs", nargs="+", help="run folders")
-    p.add_argument("--out", required=True, help="folder for the figures")
-    p.add_argument("--format", choices=("png", "pdf", "svg"), default="png")
-    p.add_argument("--only", nargs="+", choices=tuple(FIGURES), default=list(FIGURES),
-                   metavar="NAME", help=f"some of {', '.join(FIGURES)}")
-    p.add_argument("--unfinished", action="store_true",
-                   help="average seeds that are not finished, too")
-    report.device_flag(p)
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("runs", nargs="*", help="run folders")
+    p.add_argument("--out", type=Path, required=True, help="folder, or a file for a single figure")
+    p.add_argument("--only", nargs="+", choices=[*FIGURES, *STUDY], help="some of them")
     args = p.parse_args(argv)
-    out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        p.error(f"--out {out} is not a folder")
-    runs = report.load_all(args.runs, evaluate.load_run, args.device)
-    groups = report.grouped(runs, args.unfinished)
-    out.mkdir(parents=True, exist_ok=True)
-    drawn = [draw(name, groups, out / f"{name}.{args.format}")
-             for name in dict.fromkeys(args.only)]
-    return 0 if any(drawn) else 2
+    runs = [report.load_run(folder) for folder in args.runs]
+    groups = [Group(members, name) for name, members in report.grouped(runs).items()]
+    for name in args.only or (FIGURES if groups else STUDY):
+        path = args.out if args.out.suffix else args.out / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if name in ("story", "attractor") and not any(g.first.attractor for g in groups):
+                raise UserError("no run has an attractor; name a run of --method l2ac")
+            with plt.rc_context(STYLE):
+                figure = FIGURES[name](groups) if name in FIGURES else study_figure(*STUDY[name])
+                figure.savefig(path)
+            print(path)
+        except UserError as error:
+            print(f"{name}: {error}; not drawn", file=sys.stderr)
+        plt.close("all")
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    cli.exit_cleanly(main)
+    exit_cleanly(main)

@@ -1,32 +1,73 @@
-"""The study of docs/attractor.md: what the attractor learns, from the runs of table `attractor`.
-
-    python -m scripts.reproduce run --table attractor --seeds 0 1 2 3 4 --jobs 2
-    python -m scripts.reproduce collect
-    python -m scripts.study             assets/study*.png, and two tables of docs/attractor.md; in
-                                        docs/results.md and after.md the tables of rankings.py
+"""Which method is better, and what the attractor learns: numbers and tables from results/*.jsonl.
 
 The loss weighs class k by pi_k of the labels plus lambda_u times the share kept_k of the unlabeled
 images that count with pseudo-label k. If the adaptive classifier fits the posterior under this
 effective distribution and the linear one that under the uniform one, then by Bayes' rule the
 attractor adds log pi_eff,k to logit k of every image, up to a constant. So what it adds is compared
-with log N_k and with log pi_eff,k: least squares over the K classes, both sides centred. The
-figures are in study_figures.py.
+with log N_k and with log pi_eff,k: least squares over the K classes, both sides centred.
 """
-import statistics
-
 import numpy as np
-from matplotlib import pyplot as plt
 
 import data
-from scripts import collect, drawing, finished, rankings, study_figures, tables
-from scripts.study_figures import METHODS
-from support import checkpoint, cli
+from scripts.collect import configuration, difference_text, grid, mean_text, ours, runs_of, table_of
+from scripts.tables import TABLES
 
-COLUMNS = {  # of the table: the number, and how it is printed
-    "kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
-    "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
-    "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
-    "varies %": ("varies", ".0f")}
+TAIL = slice(-3, None)                                   # the three classes with the fewest labels
+BASES = {"supervised": "Vanilla", "mixmatch": "MixMatch", "fixmatch": "FixMatch"}
+L2AC, PRIOR, VECTOR = "**w/ L2AC**", "w/ L2AC, prior start (ours)", "w/ L2AC, vector"
+LABELED, ALL = "w/ LA, labeled rows", "w/ LA, all rows"
+PAIRS = (("FixMatch", "Labels alone"), (L2AC, "FixMatch"), (L2AC, LABELED), (L2AC, ALL),
+         (L2AC, VECTOR), (VECTOR, ALL), (PRIOR, L2AC), (PRIOR, ALL))
+AFTER = ("none", "la", "la_all", "la_post_hoc", "l2ac", "darp_crt", "cdmad", "adello", "acr")
+COLUMNS = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
+           "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
+           "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
+           "varies %": ("varies", ".0f")}                # the number, and how it is printed
+
+
+def difference(ours, theirs):
+    """Mean difference in bACC ± standard error (seeds). ours, theirs: {seed: line}"""
+    values = [ours[seed]["bacc"] - theirs[seed]["bacc"] for seed in ours.keys() & theirs.keys()]
+    return f"{difference_text(values)} ({len(values)})" if len(values) > 1 else ""
+
+
+def beside(cell, row):
+    """The runs of another row of the table, with the same base if it has one, in this column."""
+    base = "supervised" if row in ("Vanilla", "Labels alone") else cell.base
+    place = base, row, cell.column, cell.dataset
+    return runs_of(next(other for other in TABLES[cell.table] if place == (
+        other.base, other.row, other.column, other.dataset)))
+
+
+def gain(cell):
+    """Of a method over its base, of a base over the labels alone."""
+    reference = "Vanilla" if cell.row in BASES.values() else BASES[cell.base]
+    return "" if cell.row == reference else difference(runs_of(cell), beside(cell, reference))
+
+
+def lead(cell):
+    """Of L2AC over another method on the same base."""
+    alone = cell.base == "supervised" or cell.row in (L2AC, *BASES.values())
+    return "" if alone else difference(beside(cell, L2AC), runs_of(cell))
+
+
+def lead_over_parts(cell):
+    return "" if cell.row == "**L2AC**" else difference(beside(cell, "**L2AC**"), runs_of(cell))
+
+
+def labels(cell):
+    """Of the unlabeled images how many count, of these how many are right, and of the images of the
+    tail how many do both, in percent."""
+    runs = [described(cell, line) for line in runs_of(cell).values()]
+    if not runs or "kept" not in runs[0]:
+        return ""
+    right = [run["right"] for run in runs if "right" in run]             # where any label counts
+    kept, tail = (np.mean([run[key] for run in runs]) for key in ("kept", "tail"))
+    return f"{kept:.0f} / {f'{np.mean(right):.1f}' if right else '–'} / {tail:.0f}"
+
+
+def after(cell):
+    return ours(cell) if cell.base == "fixmatch" and cell.method in AFTER else ""
 
 
 def fit(added, x):
@@ -42,11 +83,6 @@ def effective_distribution(counts, kept, lambda_u=1.0):
     return weight / weight.sum()
 
 
-def labeled_counts(cell):
-    flags = finished.configuration(cell.command("mini", 0))
-    return np.array(data.class_counts(flags["n1"], 10, flags["gamma_l"]))
-
-
 def fits(added, counts, kept):
     """Slope and R^2 of what the attractor adds (K,) on log N_k and on log pi_eff,k; `predicted` is
     the slope on log N_k that it has if it adds log pi_eff."""
@@ -56,97 +92,76 @@ def fits(added, counts, kept):
             "predicted": fit(log_eff, log_n)[0], "log_eff": log_eff - log_eff.mean()}
 
 
-def described(cell, result):
-    """What the study says of one run; the attractor's numbers only where there is one."""
-    course, counts = result["course"], labeled_counts(cell)
-    numbers = {"seed": result["seed"], "bacc": result["bacc"], "gm": result["gm"]}
-    if "kept" not in course or course["kept"][-1][0] is None:            # no unlabeled images
+def labeled_counts(cell):
+    cfg = configuration(cell.command("mini", 0))
+    return np.array(data.class_counts(cfg["n1"], 10, cfg["gamma_l"]))                # (K,)
+
+
+def described(cell, line):
+    """What the tables say of a run: its pseudo-labels in percent, where it has some, and what the
+    attractor adds, where there is one."""
+    numbers = {key: line[key] for key in ("seed", "bacc", "gm")}
+    if line.get("kept", [None])[0] is None:                              # labels alone, cRT
         return numbers
-    kept = np.array(course["kept"], dtype=float)                         # (11, K)
-    _, known, right = rankings.end_of(course)                            # (K,) each
-    numbers |= {"kept": 100 * kept[-1].sum(),
-                "right": 100 * right.sum() / known.sum() if known.any() else np.nan,
-                "known_k": known, "right_k": right,
-                "found_k": 100 * right / rankings.unlabeled_shares(cell)}
-    if "bias" in course:
-        moments = [fits(np.array(b), counts, k) for b, k in zip(course["bias"], kept, strict=True)]
-        varies = 100 * np.array(course["bias_varies"])
-        numbers |= moments[-1] | {"bias": np.array(course["bias"][-1]), "varies": varies[-1],
-                                  "tenths": moments[:-1], "varies_tenths": varies[:-1]}
+    cfg = configuration(cell.command("mini", 0))
+    shares = np.array(data.class_counts(cfg["m1"], 10, cfg["gamma_u"], reverse=cfg["reverse_u"]))
+    shares = shares / shares.sum()                                       # (K,)
+    kept, precision = np.array([line["kept"], line["right"]], dtype=float)
+    right, known = kept * np.nan_to_num(precision), kept[~np.isnan(precision)].sum()
+    numbers |= {"kept": 100 * kept.sum(), "found_k": 100 * right / shares,
+                "tail": 100 * right[TAIL].sum() / shares[TAIL].sum()}
+    numbers |= {"right": 100 * right.sum() / known} if known else {}
+    if "bias" in line:
+        counts, tenths = labeled_counts(cell), line["by_tenth"]
+        numbers |= fits(np.array(line["bias"]), counts, kept)
+        numbers |= {"bias": np.array(line["bias"]), "varies": 100 * line["bias_varies"],
+                    "tenths": [fits(np.array(bias), counts, np.array(kept)) for bias, kept in
+                               zip(tenths["bias"], tenths["kept"], strict=True)]}
     return numbers
 
 
-def study(found):
+def study():
     """{(dataset, column): {row: [numbers of each seed]}}"""
     result = {}
-    for cell in tables.TABLES["attractor"]:
-        seeds = collect.by_seed(cell, "mini", found)
+    for cell in TABLES["attractor"]:
         result.setdefault((cell.dataset, cell.column), {})[cell.row] = [
-            described(cell, r) for _, r in sorted(seeds.items())]
+            described(cell, line) for _, line in sorted(runs_of(cell).items())]
     return result
 
 
-def cell_text(runs, key, form):
-    """Mean and, of several seeds, standard deviation."""
-    values = [run[key] for run in runs if key in run and np.isfinite(run[key])]
-    if not values:
-        return ""
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{spread}"
+def measured(runs):
+    """The cells of COLUMNS: mean and standard deviation over runs, "" where none has the number."""
+    values = [([run[key] for run in runs if key in run], form) for key, form in COLUMNS.values()]
+    return [mean_text(numbers, form) if numbers else "" for numbers, form in values]
 
 
-def markdown(result):
-    lines = [f"| | | {' | '.join(COLUMNS)} |", "|---|---|" + "--:|" * len(COLUMNS)]
-    for (dataset, column), rows in result.items():
-        for row, runs in rows.items():
-            if row in METHODS and runs:
-                cells = [cell_text(runs, *how) for how in COLUMNS.values()]
-                lines.append(f"| {dataset}, {column} | {row} ({len(runs)}) | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def study_table():
+    return grid(COLUMNS, [[f"{dataset}, {column}", f"{row} ({len(runs)})", *measured(runs)]
+                          for (dataset, column), rows in study().items()
+                          for row, runs in rows.items() if runs and "kept" in runs[0]], heads=2)
 
 
-PAIRS = (("FixMatch", "Labels alone"), ("**w/ L2AC**", "FixMatch"),
-         ("**w/ L2AC**", "w/ LA, labeled rows"), ("**w/ L2AC**", "w/ LA, all rows"),
-         ("**w/ L2AC**", "w/ L2AC, vector"), ("w/ L2AC, vector", "w/ LA, all rows"),
-         ("w/ L2AC, prior start (ours)", "**w/ L2AC**"),
-         ("w/ L2AC, prior start (ours)", "w/ LA, all rows"))
-
-
-def difference_table(result):
-    titles = [f"{dataset}, {column}" for dataset, column in result]
-    lines = [f"| | {' | '.join(titles)} |", "|---|" + "--:|" * len(titles)]
+def difference_table():
+    cells, rows = [cell for cell in TABLES["attractor"] if cell.row == L2AC], []
     for pair in PAIRS:
         names = (row.strip("*").removeprefix("w/ ").removesuffix(" (ours)") for row in pair)
-        cells = (rankings.difference(*(rows[row] for row in pair)) for rows in result.values())
-        lines.append(f"| {' − '.join(names)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([" − ".join(names), *(difference(*(beside(cell, row) for row in pair))
+                                          for cell in cells)])
+    return grid([f"{cell.dataset}, {cell.column}" for cell in cells], rows)
 
 
-def written_tables(result, found):
-    """{name of its place in docs/: Markdown}"""
-    return {"study": markdown(result), "differences": difference_table(result),
-            **rankings.written_tables(found)}
+def title(cell):
+    name = cell.row.strip("*")
+    return f"{BASES[cell.base]} {name}" if name.startswith("w/") else name
 
 
-def main(argv=None):
-    p = cli.Parser(description=cli.title(__doc__), allow_abbrev=False)
-    p.parse_args(argv)
-    found = collect.read_results(collect.ROOT / "results")
-    result = study(found)
-    pages = {path: finished.read_text(path) for name in ("attractor", "results", "after")
-             for path in [collect.ROOT / "docs" / f"{name}.md"]}
-    for name, text in written_tables(result, found).items():
-        collect.write_table(name, text, pages)
-    for path, text in pages.items():
-        checkpoint.write(path, text.encode())
-    counts = {(cell.dataset, cell.column): labeled_counts(cell)
-              for cell in tables.TABLES["attractor"]}
-    with plt.rc_context(drawing.STYLE):
-        for name, figure in study_figures.draw(result, counts).items():
-            drawing.save_figure(figure, collect.ROOT / "assets" / f"{name}.png")
-            plt.close(figure)
-    print(f"{', '.join(map(str, pages))} and assets/study*.png written")
-
-
-if __name__ == "__main__":
-    cli.exit_cleanly(main)
+def written_tables():
+    """{name of its place in the pages: Markdown}"""
+    written = {"study": study_table(), "differences": difference_table()}
+    for suffix, end in (("-digits", ""), ("", " on cifar10")):
+        for name, number, text in (
+                ("gains", "1", gain), ("leads", "1", lead), ("labels", "1", labels),
+                ("after", "1", after), ("parts", "5", lead_over_parts),
+                ("labels of parts", "5", labels)):
+            written[name + end] = table_of(TABLES[number + suffix], text, title)
+    return written

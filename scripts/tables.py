@@ -1,46 +1,23 @@
 """The paper's tables, cell by cell: the command that fills it, and the paper's number.
 
-    for cell in TABLES["1"]:  cell.command("paper", seed=0)  cell.paper
-
 Numbers are bACC / GM in percent; in table 6 bACC / GM / accuracy, in table 8 the time of an
-iteration relative to FixMatch. "N/A" and "-" stand where the paper has no number; a letter after a
-number refers to DOUBTS. The last rows of table 1 are methods after the paper (docs/after.md), with
-numbers from elsewhere. Ours are "recipe", the effect of each difference between the paper's text
-and its released code; tables on digits, with the same rows; "attractor", the study of what the
-attractor learns (docs/attractor.md); and "front", some of its rows for README.md.
+iteration relative to FixMatch. "N/A" and "-" stand where the paper has no number; a letter refers
+to a note below the table. The last rows of table 1 are methods after the paper (docs/after.md).
+Tables on digits have the same rows; "attractor" is the study of docs/attractor.md, "front" shows
+some of its rows in README.md.
 """
 import re
-from dataclasses import dataclass
-
-from support.config import CORE_METHODS
+from dataclasses import dataclass, replace
 
 SCALES = ("mini", "paper")
-BENCH = "bench.json"                                     # seconds by method and number of classes
 LONG = {"gamma 100": "--gamma_l 100 --gamma_u 100", "gamma 150": "--gamma_l 150 --gamma_u 150",
         "gamma_u 1": "--gamma_l 100 --gamma_u 1",
         "gamma_u 100 reversed": "--gamma_l 100 --gamma_u 100 --reverse_u"}
 DIGITS = {"gamma 5": "--gamma_l 5 --gamma_u 5", "gamma 10": "--gamma_l 10 --gamma_u 10",
           "gamma_u 1": "--gamma_l 5 --gamma_u 1",
           "gamma_u 5 reversed": "--gamma_l 5 --gamma_u 5 --reverse_u"}
-TEST_SETS = {"Test-1 (long-tailed)": "longtail", "Test-2 (reversed)": "reversed",
-             "Test-3 (random)": "random"}
-
-SAME = "the same by definition"                         # the flag changes nothing in this setting
-RECIPE = ("", "--omega_every 10", "--omega_order before", "--inner sgd", "--attractor_input l2",
-          "--pseudo_from auto", "--pool union", "--split first", "--wrn_quirk", "--decay_bn",
-          "--recipe official", "--recipe official --omega_every 1")
-
-DOUBTS = {
-    "a": "In the ablation table of the paper this GM is 68.8, in its main table 66.8.",
-    "b": "Identical to numbers of CIFAR-10 (at gamma_l 20 those of the reversed column of Table "
-         "1, at gamma_l 10 those that other papers have for gamma_l 100, gamma_u 150), so almost "
-         "surely pasted; elsewhere FixMatch has 72.9 / 69.6 and 63.4 / 52.6 on STL-10, DARP "
-         "77.8 / 76.5 and 69.9 / 65.4 (second-hand).",
-    "c": "Called CReST there, CReST+ in the main table; we run CReST+.",
-    "d": "Not in the paper: Tables 1 and 2 of CDMAD's paper, second-hand, under the same protocol "
-         "(CDMAD with 32 labeled and 64 unlabeled images in a batch and a learning rate of its "
-         "own). Reversed is not published under it, nor are ADELLO and ACR: docs/after.md.",
-}
+VARIANTS = {"w/ L2AC, prior start (ours)": " --attractor_start prior",
+            "w/ L2AC, vector": " --attractor vector"}
 
 
 @dataclass(frozen=True)
@@ -55,60 +32,29 @@ class Cell:
     paper: str
     test: str = ""                                       # kind of an imbalanced test set
 
-    @property
-    def runs(self):
-        """Whether something is trained for it: not where the paper has N/A or -, nor for SAME."""
-        return self.paper not in ("N/A", "-", SAME)
-
     def runs_at(self, scale):
-        """Digits are a miniature by themselves."""
-        return self.runs and (scale == "mini" or self.dataset != "digits")
+        """Whether something is trained for it. Digits are a miniature by themselves, and the cost
+        table is measured by scripts/bench.py."""
+        return (self.paper not in ("N/A", "-") and self.dataset != "bench"
+                and (scale == "mini" or self.dataset != "digits"))
 
-    @property
-    def name(self):
-        """Name of its run folders without the seed. Cells that need the same run share it."""
-        flags = re.sub(r" ?--", "_", self.flags).replace(" ", "")
-        return f"{self.dataset}_{self.base}_{self.method}{flags}"
-
-    def command(self, scale, seed, runs="runs"):
-        """The whole command; called again after a crash, it resumes."""
-        if self.dataset == "bench":
-            return "python -m scripts.bench --rivals --json"
-        core = self.method in CORE_METHODS and self.base != "supervised"
-        script = (f"train_{self.base}.py" if core
-                  else f"-m baselines.train --base {self.base}")
-        size = f"--scale {scale} --threads 1" if scale == "mini" else "--scale paper"
-        return (f"python {script} --method {self.method} --dataset {self.dataset} {self.flags} "
-                f"{size} --seed {seed} --resume --out {self.folder(scale, seed, runs)}"
-                ).replace("  ", " ")
-
-    def folder(self, scale, seed, runs="runs"):
-        return f"{runs}/{scale}/{self.name}_s{seed}"
+    def command(self, scale, seed):
+        core = self.method in ("l2ac", "none") and self.base != "supervised"
+        script = f"train_{self.base}.py" if core else f"-m baselines.train --base {self.base}"
+        words = (f"python {script} --method {self.method} --dataset {self.dataset}", self.flags,
+                 f"--scale {scale} --seed {seed}")
+        return " ".join(filter(None, words))
 
 
-def test_set_file(folder, kind):
-    """The file with the numbers of a run on an imbalanced test set."""
-    return folder / f"test_{kind}.json"
-
-
-def flags_match(flags):
-    """Whether the flags say that labeled and unlabeled set are distributed alike."""
-    gammas = re.findall(r"--gamma_[lu] (\S+)", flags)   # none: all classes are divided alike
-    return not gammas or (len(gammas) == 2 and gammas[0] == gammas[1]
-                          and "--reverse_u" not in flags)
-
-
-def own_flags(base, method, flags):
-    """The flags of a setting that a method takes: supervised ones have no gamma_u, and DARP has to
-    estimate a distribution that is not that of the labels."""
+def own_flags(base, method, row, flags):
+    """The flags of a setting as a row takes them: supervised methods have no gamma_u, and DARP has
+    to estimate a distribution that is not that of the labels."""
     if base == "supervised" and method != "upper_bound":
         return re.sub(r" --gamma_u \S+| --reverse_u", "", flags)
-    estimate = method in ("darp", "darp_crt") and not flags_match(flags)
-    return f"{flags} --darp_estimate" if estimate else flags
-
-
-VARIANTS = {"w/ L2AC, prior start (ours)": " --attractor_start prior",
-            "w/ L2AC, vector": " --attractor vector"}
+    gammas = re.findall(r"--gamma_[lu] (\S+)", flags)   # none: all classes are divided alike
+    alike = not gammas or (len(gammas) == 2 and len({*gammas}) == 1 and "--reverse_u" not in flags)
+    estimates = method in ("darp", "darp_crt") and not alike
+    return flags + VARIANTS.get(row, "") + " --darp_estimate" * estimates
 
 
 def read_cells(number, dataset, columns, text, setting=None):
@@ -123,9 +69,8 @@ def read_cells(number, dataset, columns, text, setting=None):
         base, method, label = head.split(maxsplit=2)
         numbers = numbers or [""] * len(columns)
         for (column, value), paper in zip(columns.items(), numbers, strict=True):
-            flags = own_flags(base, method, setting or value)
-            flags += VARIANTS.get(label, "")
-            cells.append(Cell(number, label, column, base, method, dataset, flags,
+            cells.append(Cell(number, label, column, base, method, dataset,
+                              own_flags(base, method, label, setting or value),
                               re.sub(r"(?<=\d)/", " / ", paper), value if setting else ""))
     return cells
 
@@ -200,7 +145,9 @@ TABLES = {
         fixmatch single_level L2AC w/o bi-level training | 78.4/76.6     | 79.3/78.0
         fixmatch l2ac         **L2AC**                   | 82.1/81.5     | 82.2/81.7
         """),
-    "6": read_cells("6", "cifar10", TEST_SETS, """
+    "6": read_cells("6", "cifar10", {
+        "Test-1 (long-tailed)": "longtail", "Test-2 (reversed)": "reversed",
+        "Test-3 (random)": "random"}, """
         fixmatch none   FixMatch    | 72.4/66.3/86.1     | 72.7/66.9/56.6     | 72.3/65.7/75.6
         fixmatch darp   w/ DARP     | 74.8/72.5/86.3     | 75.5/73.2/63.9     | 75.6/73.3/77.4
         fixmatch crest+ w/ CReST+   | 77.8/76.5/86.3 (c) | 77.2/74.8/68.9 (c) | 77.5/76.3/80.3 (c)
@@ -224,21 +171,12 @@ TABLES = {
 }
 
 
-def recipes(number, dataset, settings):
-    """One row for each difference between the paper's text and its released code."""
-    return [Cell(number, f"`{flag or '--recipe paper'}`", column, "fixmatch", "l2ac", dataset,
-                 f"{setting} {flag}".strip(),
-                 SAME if "auto" in flag and not flags_match(setting) else "")
-            for flag in RECIPE for column, setting in settings.items()]
-
-
 def on_digits(table):
     """The cells of one of the paper's tables on CIFAR-10 with the settings of the digits."""
     columns = dict(zip(LONG, DIGITS, strict=True))
-    return [Cell(f"{table}-digits", cell.row, columns[cell.column], cell.base, cell.method,
-                 "digits", own_flags(cell.base, cell.method, DIGITS[columns[cell.column]])
-                 + VARIANTS.get(cell.row, ""), "N/A" if cell.paper == "N/A" else "")
-            for cell in TABLES[table]]
+    return [replace(cell, table=f"{table}-digits", column=columns[cell.column], dataset="digits",
+                    flags=own_flags(cell.base, cell.method, cell.row, DIGITS[columns[cell.column]]),
+                    paper="N/A" if cell.paper == "N/A" else "") for cell in TABLES[table]]
 
 
 STUDY = """
@@ -251,11 +189,7 @@ STUDY = """
     fixmatch   l2ac        w/ L2AC, prior start (ours)
     supervised upper_bound All true labels
     """
-TABLES["recipe"] = recipes("recipe", "cifar10", {k: LONG[k] for k in ("gamma 100",
-                                                                      "gamma_u 100 reversed")})
 TABLES["1-digits"], TABLES["5-digits"] = on_digits("1"), on_digits("5")
-TABLES["recipe-digits"] = recipes("recipe-digits", "digits", {
-    k: DIGITS[k] for k in ("gamma 5", "gamma_u 5 reversed")})
 TABLES["attractor"] = read_cells("attractor", "digits", DIGITS, STUDY) + read_cells(
     "attractor", "cifar10", {k: LONG[k] for k in ("gamma_u 1", "gamma_u 100 reversed")}, STUDY)
 TABLES["front"] = read_cells("front", "digits", DIGITS, """

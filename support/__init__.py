@@ -9,11 +9,8 @@ class UserError(Exception):
 
 
 def exit_cleanly(main):
-    """Run a script's main: a user error becomes one sentence on stderr and exit code 2.
-
-    Programming errors keep their traceback.
-    """
-    sys.stdout.reconfigure(errors="backslashreplace")    # a terminal may lack a class name's letters
+    """Run a script's main. Programming errors keep their traceback."""
+    sys.stdout.reconfigure(errors="backslashreplace")    # a terminal may lack some letters
     try:
         main()
         sys.stdout.flush()

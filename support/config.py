@@ -1,8 +1,7 @@
-"""Flags that all training scripts share, and what datasets and the mini scale change.
+"""Flags of data, network and system, and one table of presets for datasets and scale.
 
-The numbers of an algorithm are flags of its own training file, with the paper's values for
-CIFAR-10. Here are the flags of data, network and system, and one table of presets: they take the
-place of the defaults, and a flag on the command line wins over both.
+The numbers of an algorithm are flags of its own training file. Presets take the place of their
+defaults, and a flag on the command line wins over both.
 """
 import argparse
 import os
@@ -38,22 +37,9 @@ MINI_SMALL = dict(iters=1200, batch_size=32, eval_every=60)
 # An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4
 # it could move by 25 in the paper's run, but in a miniature by 0.2 at most.
 MINI_VECTOR = dict(eta=1e-2)
-LIKE_CIFAR10 = (*SMALL, "cifar10")                   # DARP, DASO: the constants of CIFAR-10
-
 COUNTS = ("n1", "m1", "gamma_l", "gamma_u")
-# Flags that have a fixed place in the default --out, and flags that may change on --resume.
-NAMED = ("dataset", "method", "gamma_l", "gamma_u", "reverse_u", "imbalance", "beta", "scale",
-         "seed")
 FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "deterministic",
-        "data_dir", "dataset_info", "cwd", "changed")
-
-
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, but neither `None` nor that a switch is off."""
-
-    def _get_help_string(self, action):
-        plain = action.default is None or action.default is False
-        return action.help if plain else super()._get_help_string(action)
+        "data_dir", "dataset_info", "changed")                  # may change on --resume
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,54 +51,42 @@ class Parser(argparse.ArgumentParser):
 
 def parser(doc):
     """The flags that all training scripts share."""
-    p = Parser(description=doc, formatter_class=Help, allow_abbrev=False,
-               usage="%(prog)s [--flag value ...]", epilog="The defaults are those of --dataset "
-               "and --scale: give these together with --help to see others.")
+    p = Parser(description=doc.split("\n\n")[0], usage="%(prog)s [--flag value ...]",
+               epilog="defaults are those of the --dataset and --scale given with --help",
+               formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = p.add_argument_group("data").add_argument
     add("--dataset", default="digits", metavar="NAME",
-        help="digits (real handwritten ones, no download), synthetic, cifar10, cifar100, "
-        "stl10, sun397, or a path to an .npz file or to a folder (train/<class>/*, "
-        "test/<class>/*, optional unlabeled/*)")
+        help="digits (no download), synthetic, cifar10, cifar100, stl10, sun397, an .npz file, or "
+        "a folder with train/<class>/*, test/<class>/* and, if you have some, unlabeled/*")
     add("--data_dir", default="data", help="where the datasets are")
     add("--gamma_l", type=float, help="N_1 / N_K of the labeled set")
     add("--gamma_u", type=float, help="M_1 / M_K of the unlabeled set")
     add("--reverse_u", action="store_true", help="unlabeled set: rarest class first")
-    add("--imbalance", choices=("long", "step"), default="long",
-        help="long tail, or half of the classes rare")
+    add("--imbalance", choices=("long", "step"), default="long", help="step: half are rare")
     add("--n1", type=int, help="labeled images of the first class")
     add("--m1", type=int, help="unlabeled images of the first class")
-    add("--beta", type=float, help="label-ratio study: n1 is this fraction of the first class, m1 "
-        "the rest; counts are rounded half up, to at least 1")
-    add("--ratio", type=float, help="M_k / N_k: every class keeps its size and is divided alike, "
-        "in place of n1, m1 and the gammas")
+    add("--beta", type=float, help="n1 is this share of the first class, m1 the rest of it")
+    add("--ratio", type=float, help="M_k / N_k: every class is divided alike, instead of counts")
     add("--pool", choices=("disjoint", "union"), default="disjoint",
         help="union: the unlabeled set holds the labeled images too")
-    add("--no_flip", action="store_true", help="views are not mirrored: for letters, road signs, "
-        "medical images, and always for digits")
+    add("--no_flip", action="store_true", help="views are not mirrored: digits, road signs, ...")
 
     add = p.add_argument_group("network").add_argument
     add("--model", metavar="NAME", default="wrn-28-2", help="wrn-d-w or resnet34")
-    add("--image_size", type=int, default=32, help="images are resized to a square of this many "
-        "pixels; those of an own .npz stay as they are, but not with --scale mini")
+    add("--image_size", type=int, default=32, help="side; an own .npz is resized with mini only")
     add("--bn_momentum", type=float, default=0.001, help="BatchNorm's momentum")
 
     add = p.add_argument_group("system").add_argument
-    add("--scale", choices=("paper", "mini"), help="the paper's protocol, or the same shrunk for "
-        "one CPU core (default: paper; mini for digits and synthetic)")
+    add("--scale", choices=("paper", "mini"), help="mini: the same protocol for one CPU core")
     add("--eval_every", type=int, default=500, help="iterations between evaluations; in the last "
         "tenth of the run they are denser, and the mean of the last 20 is reported")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
-        help="auto: CUDA where there is one")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32",
-        help="bfloat16: autocast of the network passes on CUDA")
-    add("--compile", action="store_true", help="torch.compile the network; on one GPU its passes "
-        "become CUDA graphs")
-    add("--deterministic", action="store_true", help="on CUDA: the same numbers in every run, "
-        "but slower; on the CPU they always are")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto: no mps")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: on CUDA")
+    add("--compile", action="store_true", help="torch.compile; on CUDA with CUDA graphs")
+    add("--deterministic", action="store_true", help="on CUDA: the same numbers in every run")
     add("--threads", type=int, default=0, help="of the CPU (0: torch decides)")
     add("--seed", type=int, default=0, help="split, batches, augmentation, initial weights")
-    add("--out", help="run folder (default: runs/<dataset>_<base>_<method>_gl<..>_gu<..>_s<seed>, "
-        "with every other flag that was changed)")
+    add("--out", help="run folder (runs/<dataset>_<base>_<method>_<changed flags>_s<seed>)")
     add("--resume", action="store_true", help="continue the run in --out; start if there is none")
     add("--overwrite", action="store_true", help="replace the run in --out")
     return p
@@ -125,24 +99,15 @@ def read(argv, base, doc, *groups):
         add_flags(p)
     words = sys.argv[1:] if argv is None else argv
     chosen, _ = p.parse_known_args([word for word in words if word not in ("-h", "--help")])
-    scale = chosen.scale or ("mini" if chosen.dataset in SMALL else "paper")
-    p.set_defaults(**presets(chosen, scale))
+    scale = "mini" if chosen.dataset in SMALL else "paper"
+    p.set_defaults(scale=scale, **presets(chosen, chosen.scale or scale))
     cfg = p.parse_args(argv)
-    cfg.base, cfg.scale, cfg.cwd = base, scale, os.getcwd()    # cwd: what relative paths start from
+    cfg.base = base
     cfg.batch_size_u = cfg.batch_size_u or cfg.batch_size
     check(cfg)
     cfg.changed = changed(cfg, p)
     cfg.out = cfg.out or default_out(cfg)
     return cfg
-
-
-def tutorial_method(name):
-    """The type of --method in train_*.py."""
-    if name not in ("l2ac", "none"):
-        raise argparse.ArgumentTypeError(
-            f"{name} is neither l2ac nor none; comparison methods and ablations run with `python "
-            f"-m baselines.train --base fixmatch (or mixmatch) --method {name}`")
-    return name
 
 
 def presets(chosen, scale):
@@ -164,43 +129,27 @@ def check(cfg):
     """The values that are mistyped most easily."""
     for key, low, high in (("iters", 1, 1e12), ("batch_size", 2, 1e6), ("batch_size_u", 2, 1e6),
                            ("eval_every", 1, 1e12), ("gamma_l", 1, 1e9), ("gamma_u", 1, 1e9),
-                           ("beta", 1e-9, 1), ("ratio", 1e-6, 1e9), ("tau", 0, 1), ("ema", 0, 1),
-                           ("image_size", 8, 4096), ("seed", 0, 2**31), ("omega_every", 1, 1e12)):
+                           ("beta", 0, 1), ("ratio", 0, 1e9), ("tau", 0, 1), ("seed", 0, 2**31)):
         value = getattr(cfg, key, None)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{key} {value:g} is not between {low:g} and {high:g}")
 
 
 def default_out(cfg):
-    """runs/<dataset>_<base>_<method>_gl<..>_gu<..>, every other flag that was changed, _s<seed>.
-
-    The length of a run is not in its name: --resume may make it longer.
-    """
-    gammas = [f"{g:g}" if g else "own" for g in (cfg.gamma_l, cfg.gamma_u)]
+    """The length of a run is not in its name: --resume may make it longer."""
     name = f"{Path(cfg.dataset).resolve().stem}_{cfg.base}_{cfg.method}"
-    name += f"_gl{gammas[0]}_gu{gammas[1]}" + ("rev" if cfg.reverse_u else "")
-    name += "_step" if cfg.imbalance == "step" else ""
-    name += f"_beta{cfg.beta:g}" if cfg.beta is not None else ""
-    name += "" if cfg.scale == ("mini" if cfg.dataset in SMALL else "paper") else f"_{cfg.scale}"
     for key, value in cfg.changed.items():
-        if key not in (*NAMED, *FREE):
+        if key not in ("dataset", "method", "base", "seed", *FREE):
             text = f"{value:g}" if isinstance(value, float) else value
             name += f"_{key}" if value is True else f"_{key}{text}"
     return f"runs/{name}_s{cfg.seed}"
 
 
 def changed(cfg, p):
-    """{flag: value} of the flags that differ from the preset."""
-    plain = vars(p.parse_args([]))
-    plain["batch_size_u"] = plain["batch_size_u"] or cfg.batch_size
+    """The flags that differ from the preset."""
+    plain = vars(p.parse_args([])) | {"batch_size_u": cfg.batch_size}
     return {key: value for key, value in vars(cfg).items()
             if key in plain and value is not None and value != plain[key]}
-
-
-def matched(cfg):
-    """Whether the flags say that labeled and unlabeled set are distributed alike."""
-    return cfg.ratio is not None or (
-        cfg.gamma_u is not None and cfg.gamma_l == cfg.gamma_u and not cfg.reverse_u)
 
 
 def pick_device(cfg):

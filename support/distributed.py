@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc_per_node 4 train_fixmatch.py --dataset cifar10
 
---batch_size stays global: every rank takes its slice of the batch and makes its own random views.
+--batch_size stays global: every rank takes its slice of the batch, and makes its own random views.
 Gradients are averaged after each backward pass, so all ranks hold the same weights. BatchNorm
 normalises the local batch, as it does under DistributedDataParallel. Rank 0 evaluates, prints and
-writes. nccl is untested: no GPU was at hand.
+writes. Have a dataset downloaded by one process before. nccl is untested: no GPU was at hand.
 """
 import os
 import sys
@@ -14,26 +14,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from support import UserError
-
 
 def start(kind):
     """Join the process group that torchrun has prepared, if it has; returns the device."""
-    ranks, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    if ranks == 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return torch.device(kind)
-    if kind == "cuda" and local >= torch.cuda.device_count():
-        raise UserError(f"there are {torch.cuda.device_count()} GPUs, and each process needs one "
-                        f"of its own; lower torchrun's --nproc_per_node, or add --device cpu")
-    if not dist.is_initialized():
-        # rank 0 may download a dataset or evaluate while the others wait
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-                                timeout=timedelta(hours=1))
-    if rank():
+    if not dist.is_initialized():     # an hour: the others wait while rank 0 evaluates
+        dist.init_process_group(timeout=timedelta(hours=1))       # gloo for the CPU, nccl for CUDA
+    if rank() > 0:
         sys.stdout = open(os.devnull, "w")
-    if kind == "cuda":
-        torch.cuda.set_device(local)
-    return torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind != "cuda":
+        return torch.device(kind)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def rank():
@@ -61,22 +54,8 @@ def mean(x):
 
 def average_gradients(module):
     """Replace every p.grad by its mean over ranks, in one message."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
     if size() > 1:
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
         flat = mean(torch.cat([g.flatten() for g in gradients]))
         for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             g.copy_(part.view_as(g))
-
-
-def wait_for_rank0(function):
-    """function() on rank 0 first: the others find what it has downloaded or decoded."""
-    if rank() == 0:
-        result = function()
-    if size() > 1:
-        dist.barrier()
-    return result if rank() == 0 else function()
-
-
-def stop():
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """Where images come from: archives by way of torchvision, .npz files, folders of pictures.
 
-A reader returns a dict of x_train, y_train, x_test, y_test and, where there are any, x_unlabeled
-and names. x is an array of images (N, H, W, 3) uint8 or, for pictures, an object array of N paths.
-Pictures are decoded once, into an array on disk that is then mapped into memory.
+A reader returns x_train, y_train, x_test, y_test and, where there are any, x_unlabeled and names.
+x is (N, H, W, 3) uint8 or, for pictures, an object array of N paths. Pictures are decoded once,
+into an array on disk that is then mapped into memory.
 """
 import hashlib
 import os
@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torchvision import datasets
 
@@ -37,17 +36,16 @@ ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.t
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 
-def load(name, data_dir, image_size, rng, download=True, cwd=""):
-    """The fields of data.Dataset. rng: data.rng. download: an archive may be downloaded and unpacked.
-    cwd: where a relative path may start, too; the folder in which a finished run was started."""
-    path, data_dir = Path(find_path(name, cwd)), Path(find_path(data_dir, cwd))
+def load(name, data_dir, image_size, rng):
+    """The fields of data.Dataset. rng: data.rng"""
+    path, data_dir = Path(name), Path(data_dir)
     archive = data_dir / f"{name}.npz"
     if name == "synthetic":
         arrays = synthetic(rng, image_size or 16)
     elif name == "digits":
         arrays = read_digits()
     elif name in BUILT_IN:
-        arrays = read_npz(archive) if archive.exists() else read_archive(name, data_dir, download)
+        arrays = read_npz(archive) if archive.exists() else read_archive(name, data_dir)
     elif path.suffix == ".npz":
         arrays = read_npz(path)
     elif path.is_dir():
@@ -58,33 +56,26 @@ def load(name, data_dir, image_size, rng, download=True, cwd=""):
     if "x_test" not in arrays:
         arrays = hold_out_test(arrays, HELD_OUT[name], rng)
 
-    parts = [arrays[key] for key in ("x_train", "x_unlabeled", "x_test") if key in arrays]
-    some = parts[0]                                                            # (N, H, W, 3)
-    if some.dtype == object:
-        images = decode_once(np.concatenate(parts), image_size or 32, data_dir)
-        sample = np.unique(np.linspace(0, len(some) - 1, 256).astype(int))
-        some = images[sample].permute(0, 2, 3, 1).numpy()
-    else:
-        images = torch.cat([as_tensor(x, image_size and (image_size, image_size)) for x in parts])
-    labels = np.full(len(images) - len(parts[-1]), -1)
-    labels[:len(parts[0])] = arrays["y_train"]
-
-    num_classes = labels.max() + 1
-    names, mean, std = BUILT_IN.get(name) or (None, *mean_and_std(some))
+    num_classes = arrays["y_train"].max() + 1
+    names, mean, std = BUILT_IN.get(name, (None, None, None))
     numbered = [f"class {k}" for k in range(num_classes)]
     names = [str(name) for name in names or arrays.get("names", numbered)]
     if num_classes < 2 or len(names) != num_classes or len(set(names)) != num_classes:
-        raise UserError(f"--dataset {name}: there are {num_classes} classes and {len(set(names))} "
-                        f"names; at least two classes are needed, and a name of its own for each")
+        raise UserError(f"--dataset {name}: it has {num_classes} class(es) and {len(set(names))} "
+                        f"name(s); at least two classes are needed, each with its own name")
+    parts = [arrays[key] for key in ("x_train", "x_unlabeled", "x_test") if key in arrays]
+    if parts[0].dtype == object:
+        images = decode_once(np.concatenate(parts), image_size or 32, data_dir)
+    else:
+        images = torch.cat([as_tensor(x, image_size and (image_size, image_size)) for x in parts])
+    labels = np.append(arrays["y_train"], [-1] * len(arrays.get("x_unlabeled", []))).astype(int)
+    if mean is None:
+        some = images[evenly(len(labels), 500)].float() / 255                  # (n, 3, H, W)
+        mean = some.mean((0, 2, 3)).tolist()
+        std = some.std((0, 2, 3), correction=0).clamp_min(1e-3).tolist()
     return {"images": images[:len(labels)], "labels": labels, "test_images": images[len(labels):],
             "test_labels": torch.from_numpy(arrays["y_test"].astype(np.int64)),
             "names": names, "mean": mean, "std": std}
-
-
-def find_path(path, cwd):
-    """A path that leads nowhere from here starts in cwd."""
-    there = Path(cwd, path)
-    return there if not Path(path).exists() and there.exists() else path
 
 
 def hold_out_test(arrays, number, rng):
@@ -101,59 +92,45 @@ def as_tensor(images, size):
     x = torch.from_numpy(images).permute(0, 3, 1, 2)
     if size is None or x.shape[2:] == size:
         return x.contiguous()
-    return torch.cat([F.interpolate(chunk.float(), size, mode="area").round().to(torch.uint8)
-                      for chunk in x.split(1000)])         # float takes four times the bytes
+    resize = torch.nn.AdaptiveAvgPool2d(size)
+    return torch.cat([resize(chunk.float()).round().to(torch.uint8) for chunk in x.split(1000)])
 
 
-def mean_and_std(x):
-    """Of each channel of images (N, H, W, 3) uint8, in [0, 1]."""
-    counts = np.zeros((3, 256), int)
-    for i in range(0, len(x), 256):           # bincount takes eight times the bytes
-        counts += [np.bincount(x[i:i + 256, ..., c].ravel(), minlength=256) for c in range(3)]
-    share = counts / counts.sum(1, keepdims=True)             # (3, 256) of each grey level
-    level = np.arange(256) / 255
-    mean = share @ level
-    std = np.sqrt((share * (level - mean[:, None]) ** 2).sum(1)).clip(1e-3)
-    return tuple(mean.tolist()), tuple(std.tolist())
+def evenly(number, most):
+    """At most `most` positions among `number`."""
+    return np.unique(np.linspace(0, number - 1, most).astype(int))
 
 
 def checksum(images, labels, test_images, test_labels, names):
     """Tells these data from others, on any device: of all labels and at most 2,000 images a set."""
-    digest = hashlib.blake2b(ascii(names).encode(), digest_size=16)
+    digest = hashlib.blake2b(ascii((names, images.shape, test_images.shape)).encode())
     for x, y in ((images, labels), (test_images, test_labels)):
-        some = np.unique(np.linspace(0, len(x) - 1, 2000).astype(int))
-        digest.update(ascii(tuple(x.shape)).encode())                # where one set ends
-        digest.update(x[some].contiguous().numpy(force=True))
+        digest.update(x[evenly(len(x), 2000)].contiguous().numpy(force=True))
         digest.update(torch.as_tensor(y).numpy(force=True))
-    return digest.hexdigest()
+    return digest.hexdigest()[:32]
 
 
-def load_npz(path, flag, *needed):
-    """{name: array} of an .npz file; grey images become (N, H, W, 3)."""
+def read_npz(path, flag="--dataset", needed=("x_train", "y_train", "x_test", "y_test")):
+    """x_train (N, H, W, 3) or (N, H, W) uint8, y_train (N,) class numbers from 0, x_test, y_test,
+    optional x_unlabeled, names (K,) str."""
     try:
         with np.load(path) as file:
-            arrays = {key: file[key] for key in {*needed, *file.files}}
+            arrays = {key: file[key] for key in sorted({*needed, *file.files})}
     except Exception as error:                # numpy and zipfile raise a dozen kinds
         raise UserError(f"{flag} {path}: it cannot be read ({error}); write {', '.join(needed)} "
                         f"into it with numpy.savez") from error
-    for key in arrays.keys() & {"x", "x_train", "x_test", "x_unlabeled"}:
+    for key in sorted(arrays.keys() & {"x", "x_train", "x_test", "x_unlabeled"}):
         x = arrays[key][..., None] if arrays[key].ndim == 3 else arrays[key]
-        if x.dtype != np.uint8 or x.ndim != 4 or x.shape[3] not in (1, 3) or len(x) == 0:
+        if (x.dtype != np.uint8 or x.ndim != 4 or x.shape[3] not in (1, 3) or len(x) == 0
+                or x.shape[1:3] != arrays.get("x_train", x).shape[1:3]):
             raise UserError(f"{flag} {path}: {key} is {x.dtype} {arrays[key].shape}, it must be "
-                            f"uint8 (N, H, W, 3), or (N, H, W) if grey, with N > 0")
+                            f"uint8 (N, H, W, 3), or (N, H, W) if grey, all of one size")
         arrays[key] = x if x.shape[3] == 3 else x.repeat(3, axis=3)
-    return arrays
-
-
-def read_npz(path):
-    """x_train (N, H, W, 3) or (N, H, W) uint8, y_train (N,) class numbers from 0, x_test, y_test,
-    optional x_unlabeled, names (K,) str."""
-    arrays = load_npz(path, "--dataset", "x_train", "y_train", "x_test", "y_test")
-    for part in ("train", "test"):
-        y, n = arrays[f"y_{part}"], len(arrays[f"x_{part}"])
+    for key in [key for key in needed if key.startswith("y")]:
+        y, n = arrays[key], len(arrays[key.replace("y", "x")])
         if (y.shape != (n,) or y.dtype.kind not in "iu" or y.min() < 0
                 or y.max() >= len(np.unique(arrays["y_train"]))):
-            raise UserError(f"--dataset {path}: y_{part} must be {n} class numbers, one per image, "
+            raise UserError(f"--dataset {path}: {key} must be {n} class numbers, one per image, "
                             f"from 0 without a gap, of classes that y_train has")
     return arrays
 
@@ -167,10 +144,10 @@ def read_digits():
     return {"x_train": x, "y_train": digits.target, "names": names}
 
 
-def read_archive(name, data_dir, download):
-    """A dataset of the paper, by torchvision. download False: nothing is written."""
+def read_archive(name, data_dir):
+    """A dataset of the paper, by torchvision, which downloads what is not there."""
     def read(**part):
-        return getattr(datasets, name.upper())(data_dir, download=download, **part)
+        return getattr(datasets, name.upper())(data_dir, download=True, **part)
     try:
         if name == "sun397":                  # sorted: torchvision lists in the order of the disk
             sun = read()
@@ -185,10 +162,9 @@ def read_archive(name, data_dir, download):
         return {"x_train": train.data, "y_train": np.array(train.targets), "x_test": test.data,
                 "y_test": np.array(test.targets), "names": train.classes}
     except (OSError, RuntimeError) as error:
-        done = "the download failed" if download else "only training unpacks or downloads it"
         raise UserError(f"--dataset {name}: {data_dir} holds neither {name}.npz nor a complete "
-                        f"{ARCHIVES[name]}, and {done} ({type(error).__name__}); put one of them "
-                        f"there, or use --dataset digits, which needs none") from error
+                        f"{ARCHIVES[name]}, and the download failed ({type(error).__name__}); put "
+                        f"one of them there, or use --dataset digits, which needs none") from error
 
 
 def list_pictures(top, skipped):
@@ -216,12 +192,11 @@ def read_folder(folder):
             raise UserError(f"--dataset {folder}: there is a folder test/{name}, but no "
                             f"train/{name}; the classes must have the same names")
         arrays[f"x_{part}"] = np.array(sum(classes.values(), []), object)
-        arrays[f"y_{part}"] = np.repeat([names.index(name) for name in classes],
-                                        [len(pictures) for pictures in classes.values()])
+        arrays[f"y_{part}"] = np.array([names.index(k) for k in classes for _ in classes[k]])
     if (folder / "unlabeled").is_dir():
         arrays["x_unlabeled"] = np.array(list_pictures(folder / "unlabeled", skipped), object)
     if skipped:
-        print(f"{folder}: {len(skipped):,} files skipped (hidden or no pictures)", file=sys.stderr)
+        print(f"{folder}: {len(skipped):,} file(s) skipped (hidden or others)", file=sys.stderr)
     return arrays
 
 
@@ -231,17 +206,15 @@ def read_unknown(path, size):
     if not path.exists():
         raise UserError(f"--predict {path}: there is no such file or folder; correct the path")
     if path.suffix == ".npz":
-        x = load_npz(path, "--predict", "x")["x"]
+        x = read_npz(path, "--predict", ["x"])["x"]
         return [str(i) for i in range(len(x))], as_tensor(x, size)
     files = list_pictures(path, []) if path.is_dir() else [path]
-    images = torch.from_numpy(np.concatenate(list(decode_all(files, size))))
-    # A name may be any bytes; these can be written to a file.
-    return [os.fsencode(file).decode("utf-8", "backslashreplace") for file in files], images
+    names = [os.fsencode(file).decode("utf-8", "backslashreplace") for file in files]  # any bytes
+    return names, torch.from_numpy(np.concatenate(list(decode_all(files, size))))
 
 
 def decode(path, size):
-    """A picture of any size and mode -> (3, H, W) uint8. It is squeezed as a whole: a centre crop
-    would keep the proportions, but may cut off what the picture shows."""
+    """A picture -> (3, *size) uint8. It is squeezed: a crop might cut off what it shows."""
     with Image.open(path) as image:
         image.draft(None, size[::-1])         # a large JPEG is shrunk while it is being decoded
         image = ImageOps.exif_transpose(image)
@@ -251,7 +224,7 @@ def decode(path, size):
     if image.has_transparency_data:           # what is transparent becomes white
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     image = image.convert("RGB").resize(size[::-1], Image.Resampling.BILINEAR)  # antialiased
-    return np.asarray(image).transpose(2, 0, 1)
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
 def decode_all(paths, size):
@@ -264,30 +237,24 @@ def decode_all(paths, size):
             if not broken:
                 yield np.stack([future.result() for future in chunk.values()])
     if broken:
-        raise UserError(f"{len(broken):,} files cannot be read as pictures; remove or replace "
-                        f"{', '.join(broken[:10])}{' ...' if len(broken) > 10 else ''}")
+        names = ", ".join(broken[:10]) + ", ..." * (len(broken) > 10)
+        raise UserError(f"{len(broken):,} picture(s) cannot be read ({names}); remove or mend them")
 
 
 def decode_once(paths, size, data_dir):
-    """(N, 3, size, size) uint8, mapped from a file that is written if it is not there yet. Where a
-    picture is added, changed or removed, it is another file."""
+    """(N, 3, size, size) uint8, mapped from a file, which is another one if a picture changes."""
     files = [(os.path.abspath(p), os.path.getsize(p), os.path.getmtime(p)) for p in paths]
     key = hashlib.blake2b(ascii((files, size)).encode(), digest_size=16).hexdigest()
     cache = data_dir / "cache" / f"{key}.npy"
     if not cache.exists():
         print(f"decoding {len(paths):,} pictures into {cache}: once", file=sys.stderr)
         header = {"descr": "|u1", "fortran_order": False, "shape": (len(paths), 3, size, size)}
-        try:
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=cache.parent) as scratch:
-                with open(Path(scratch, "pictures"), "wb") as file:
-                    np.lib.format.write_array_header_1_0(file, header)
-                    for chunk in decode_all(paths, (size, size)):
-                        file.write(chunk)
-                os.replace(file.name, cache)
-        except OSError as error:
-            raise UserError(f"--data_dir {data_dir}: decoded pictures cannot be written there "
-                            f"({error.strerror}); choose another folder, or make room") from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")       # read-only: fine, nobody writes to images
-        return torch.from_numpy(np.load(cache, mmap_mode="r"))
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=cache.parent) as scratch:
+            with open(Path(scratch, "pictures"), "wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for chunk in decode_all(paths, (size, size)):
+                    file.write(chunk)
+            os.replace(file.name, cache)
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes
+    return torch.from_numpy(np.load(cache, mmap_mode="r"))

@@ -1,326 +1,181 @@
-"""Reports over finished runs: means over seeds, tables, CSV, predictions.
-
-A run is evaluate.FinishedRun; `part` is a function that takes nested numbers from one, such as
-`lambda run: run.last`. No network, no data, no plots.
-"""
-import csv
-import io
-import math
-import re
-import sys
+"""Finished runs: what a folder holds, and tables over several of them. Metrics: evaluate.py"""
+import statistics
+from argparse import Namespace
+from functools import cached_property, partial
+from importlib import import_module
+from os.path import commonprefix
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from support import UserError, checkpoint
-from support.config import FREE, kind_of_device
-
-LAST = 20                                            # evaluations whose mean is reported
-REPORTED = ("bacc", "gm", "acc", "recall", "head", "middle", "tail")        # keys of that mean
-SPLIT = ("gamma_l", "gamma_u", "reverse_u", "imbalance", "n1", "m1", "beta", "ratio", "split",
-         "pool")                                     # flags that say which images are in which set
-USED = {  # of evaluate.py, by what it is asked for: the flags that have an effect
-    "--predict": ("csv",), "--test": ("gamma_t", "seed", "json"),
-    "the table": ("pseudo", "json", "markdown", "csv", "unfinished")}
+import data
+import evaluate
+import models
+from attractor import build_attractor
+from support import UserError, config
+from support.augment import Normalise
+from support.run import check_data, load_checkpoint
+from train_fixmatch import flags, l2ac_flags
 
 
-def check_combination(parser, args):
-    """Refuse flags of evaluate.py that would have no effect. Returns a key of USED."""
-    if args.predict is not None and args.test:
-        parser.error("--predict and --test exclude each other; give one of them")
-    asked = "--predict" if args.predict is not None else "--test" if args.test else "the table"
-    for key in dict.fromkeys(key for keys in USED.values() for key in keys):
-        value = getattr(args, key)
-        if value is not None and value is not False and key not in USED[asked]:  # 0 is given
-            where = "without --test" if asked == "the table" else f"together with {asked}"
-            parser.error(f"--{key} has no effect {where}; leave it out")
-    if args.json and args.markdown:
-        parser.error("--json and --markdown exclude each other; give one of them")
-    if asked == "--predict" and len(args.runs) > 1:
-        parser.error("--predict takes one run at a time")
-    if args.csv is not None and (Path(args.csv).is_dir() or not Path(args.csv).parent.is_dir()):
-        parser.error(f"--csv {args.csv!r} is not a file in a folder that exists")
-    return asked
+def load_run(folder, device="cpu"):
+    """The FinishedRun of a folder that a training script wrote."""
+    state = load_checkpoint(folder)
+    if state is None:
+        raise UserError(f"{folder} holds no run (there is no last.pt); name a folder that a "
+                        f"training script wrote")
+    p = config.parser("")
+    flags(p)
+    l2ac_flags(p)
+    # a flag that did not exist when the run was made has its default
+    cfg = Namespace(**vars(p.parse_args([])) | state["config"])
+    num_classes = len(cfg.dataset_info["names"])
+    model = models.build(cfg.model, num_classes, cfg.bn_momentum)
+    predict, counted, omega = model, state["history"], state.get("attractor", {})
+    if "method" in state:                            # a run of baselines/train.py
+        module, name = cfg.method_class.split(":")
+        method = getattr(import_module(module), name)
+        method.heads(model)
+        predict, counted = partial(method.predict, model), method.reported(counted, cfg)
+        omega = {name.removeprefix("attractor."): x for name, x in state["method"].items()
+                 if name.startswith("attractor.")}
+    model.load_state_dict(state["ema"])
+    model.to(device, memory_format=torch.channels_last).eval()
+    attractor = None
+    if omega and cfg.method != "none":
+        attractor = build_attractor(num_classes, cfg.attractor, cfg.hidden, cfg.attractor_input)
+        attractor.load_state_dict(omega)
+        attractor.to(device)
+    return FinishedRun(folder, cfg, state["history"], counted, model, predict, attractor, device)
 
 
-def device_flag(p):
-    p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
-                   help="where the networks predict (default: auto, a GPU if there is one)")
+class FinishedRun:
+    """A run as its last checkpoint left it; what takes a pass over images is computed once."""
 
+    def __init__(self, folder, cfg, history, counted, model, predict, attractor, device):
+        self.folder, self.cfg, self.device = Path(folder), cfg, torch.device(device)
+        self.history, self.counted = history, counted      # all evaluations, those that count
+        self.model, self.predict, self.attractor = model, predict, attractor   # model: the EMA
+        self.labels_per_class = cfg.dataset_info["labels"]
 
-# ---------------------------------------------------------------------------------------------
-# seeds of one setting
+    @cached_property
+    def dataset(self):
+        loaded = data.load(self.cfg.dataset, self.cfg.data_dir, self.cfg.image_size)
+        check_data(self.cfg.dataset_info, loaded.info, self.folder)
+        return loaded.to(self.device)
 
+    @cached_property
+    def split(self):
+        return data.split(self.dataset, self.cfg)     # indices of labeled, of unlabeled images
 
-def load_all(folders, load_run, device="auto"):
-    """The runs of these folders, each once; says on stderr which are not finished, and how far.
+    @cached_property
+    def normalise(self):
+        info = self.cfg.dataset_info                  # --predict needs no dataset
+        return Normalise(info["mean"], info["std"], self.device)
 
-    load_run: evaluate.load_run
-    """
-    device = torch.device(kind_of_device(device))    # not that of a rank: one process reports
-    places = [Path(folder).resolve() for folder in folders]
-    for i, place in enumerate(places):
-        if place in places[:i]:
-            raise UserError(f"{folders[i]} is named twice; name every run once")
-    runs = [load_run(folder, device) for folder in folders]
-    for run in runs:
-        if not is_finished(run):
-            print(f"{run.folder}: not finished, {progress(run)}", file=sys.stderr)
-    return runs
+    @cached_property
+    def test_scores(self):
+        return evaluate.scores(self.predict, self.dataset.test_images, self.normalise)   # (T, K)
 
+    def on_training_images(self, network, index):
+        """What `network` makes of training images, seen without augmentation. (N,) -> (N, ..)"""
+        return torch.cat([evaluate.scores(network, self.dataset.take(i)[0], self.normalise)
+                          for i in np.array_split(index, -(-len(index) // 500))])
 
-def iterations(run):
-    """The iterations after which a run was evaluated; the last one always is."""
-    return [row["iter"] for row in run.history]
+    @cached_property
+    def last(self):
+        """The last checkpoint on the test set; shares of classes in percent."""
+        confusion = evaluate.confusion_matrix(self.dataset.test_labels, self.test_scores.argmax(1),
+                                              self.dataset.num_classes)
+        result = evaluate.metrics(confusion)
+        return result | evaluate.thirds(result["recall"], self.labels_per_class) | {
+            "predicted": (100 * self.test_scores.softmax(1).mean(0)).tolist(),        # [K]
+            "confusion": (100 * confusion / confusion.sum(1, keepdim=True)).tolist()}  # [K][K]
 
+    @cached_property
+    def reported(self):
+        """The mean of the last 20 evaluations: the number that the tables show."""
+        if not self.counted:                          # none yet that counts
+            return self.last
+        result = evaluate.mean_of_last(self.counted)
+        return result | evaluate.thirds(result["recall"], self.labels_per_class)
 
-def is_finished(run):
-    return iterations(run)[-1:] == [run.cfg.iters]
-
-
-def progress(run):
-    return f"evaluated up to iteration {(iterations(run) or [0])[-1]:g} of {run.cfg.iters}"
-
-
-def average(values):
-    return sum(values) / len(values) if values else math.nan
-
-
-def deviation(values):
-    """The sample standard deviation."""
-    centre = average(values)
-    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
-
-
-def fold(items, statistic):
-    """Equally nested dicts and lists -> one of them, with a statistic in place of the numbers."""
-    if isinstance(items[0], dict):
-        return {key: fold([item[key] for item in items], statistic) for key in items[0]}
-    if isinstance(items[0], list):
-        return [fold(cells, statistic) for cells in zip(*items, strict=True)]
-    return statistic(items)
-
-
-class Group:
-    """Runs that differ in nothing but the seed."""
-
-    def __init__(self, runs):
-        self.runs, first = runs, runs[0].folder
-        if first.name in ("", ".."):
-            first = first.resolve()                       # `.` or `..`: use its real name
-        seeds = ",".join(str(run.cfg.seed) for run in runs)
-        ending = re.compile(r"_s\d+$")
-        self.path = first if len(runs) == 1 else first.parent / (
-            ending.sub(f"_s{seeds}", first.name) if ending.search(first.name)
-            else f"{first.name} (seeds {seeds})")
-
-    def mean(self, part):
-        """part: a function of a run that gives nested numbers."""
-        return fold([part(run) for run in self.runs], average)
-
-    def deviation(self, part):
-        """None where there is one seed only."""
-        return fold([part(run) for run in self.runs], deviation) if len(self.runs) > 1 else None
-
-
-def grouped(runs, unfinished=False):
-    """Groups in the order of their first run. Two runs of one seed are not averaged.
-
-    unfinished: whether runs that were evaluated at different iterations may be averaged
-    """
-    first = runs[0].cfg
-    for cfg in (run.cfg for run in runs):
-        if cfg.dataset_info["names"] != first.dataset_info["names"]:
-            raise UserError("the runs have different classes and cannot stand side by side; name "
-                            "those of one dataset at a time")
-        if cfg.dataset != first.dataset and cfg.dataset_info != first.dataset_info:
-            raise UserError(f"--dataset {first.dataset} and --dataset {cfg.dataset} cannot stand "
-                            f"side by side; name the runs of one dataset at a time")
-    free = set(FREE) - {"iters", "dataset_info"} | {"seed"}
-    groups = {}
-    for run in runs:
-        # a default of 5 and 5.0 from the command line are one setting
-        setting = tuple(sorted((k, str(float(v)) if type(v) is int else str(v))
-                               for k, v in vars(run.cfg).items() if k not in free))
-        copy = 0
-        while run.cfg.seed in [r.cfg.seed for r in groups.get((setting, copy), [])]:
-            copy += 1
-        groups.setdefault((setting, copy), []).append(run)
-    for members in groups.values():
-        if len(members) > 1 and not unfinished:
-            check_equal_length(members)
-    return [Group(members) for members in groups.values()]
-
-
-def tell_different_splits(groups):
-    """One line on stderr where the columns were not trained on the same images."""
-    splits = [{key: getattr(group.runs[0].cfg, key) for key in SPLIT}
-              | {"seed": sorted(run.cfg.seed for run in group.runs)} for group in groups]
-    unequal = [f"--{key}" for key in splits[0] if any(s[key] != splits[0][key] for s in splits)]
-    if unequal:
-        print(f"the columns differ in {', '.join(unequal)}, so they were not trained on the same "
-              f"images", file=sys.stderr)
-
-
-def check_equal_length(runs):
-    for run in runs:
-        if not is_finished(run):
-            raise UserError(f"{run.folder} is not finished ({progress(run)}) and would be averaged "
-                            f"with other seeds; finish it with --resume, leave it out, or ask for "
-                            f"--unfinished")
-        if iterations(run) != iterations(runs[0]):
-            raise UserError(f"{runs[0].folder} and {run.folder} were evaluated at different "
-                            f"iterations ({len(runs[0].history)} and {len(run.history)} times) and "
-                            f"would be averaged; leave one out, or ask for --unfinished")
+    @cached_property
+    def pseudo(self):
+        """`pseudo_labels` of the EMA model for the unlabeled images without augmentation."""
+        index = self.split[1][self.dataset.labels[self.split[1]] >= 0]
+        if len(index) == 0:
+            raise UserError(f"--pseudo: the true labels of the unlabeled images of {self.folder} "
+                            f"are not known; leave --pseudo out")
+        labels = torch.from_numpy(self.dataset.labels[index]).to(self.device)         # (U,)
+        tau = 0 if self.cfg.base == "mixmatch" else self.cfg.tau    # MixMatch: every guess counts
+        return evaluate.pseudo_labels(self.on_training_images(self.predict, index), labels, tau)
 
 
 # ---------------------------------------------------------------------------------------------
 # tables
 
-SECTIONS = {"mean_of_last": "", "last": "last checkpoint",       # the first: heading_of_mean
-            "pseudo": "pseudo-labels, last checkpoint"}
-MEASURES = {"bacc": "bACC", "gm": "GM", "acc": "accuracy", "head": "recall of the head",
-            "middle": "recall of the middle", "tail": "recall of the tail", "kept": "kept by tau",
-            "acc_kept": "accuracy of the kept", "recall": "recall", "precision": "precision",
-            "kept_of": "kept of", "precision_kept": "precision, kept"}
+ROWS = {"bacc": "bACC", "gm": "GM", "acc": "accuracy", "head": "recall of the head",
+        "middle": "recall of the middle", "tail": "recall of the tail", "kept": "kept by tau",
+        "acc_kept": "right of the kept"}
+BY_CLASS = {"recall": "recall", "precision": "precision", "kept_of": "kept",
+            "precision_kept": "precision of the kept"}
 
 
-def evaluations(run):
-    """How many evaluations the reported mean is over."""
-    return min(LAST, len(run.judged))
+def grouped(runs):
+    """{name: runs}: seeds of one setting together, by the names of their folders without _s<seed>,
+    from where these begin to differ."""
+    groups = {}
+    for run in runs:
+        if run.cfg.dataset_info["names"] != runs[0].cfg.dataset_info["names"]:
+            raise UserError("the runs have different classes and cannot stand side by side; name "
+                            "those of one dataset at a time")
+        name = str(run.folder.resolve()).removesuffix(f"_s{run.cfg.seed}")
+        groups.setdefault(name, []).append(run)
+    common = commonprefix(list(groups))
+    begin = max(common.rfind("/"), common.rfind("_") if len(groups) > 1 else 0) + 1
+    return {name[begin:]: members for name, members in groups.items()}
 
 
-def heading_of_mean(groups):
-    """Says how many evaluations the columns average, one by one where they differ."""
-    counts = {label: sorted({evaluations(run) for run in group.runs})
-              for label, group in zip(labels(groups), groups, strict=True)}
-    if all(numbers == [0] for numbers in counts.values()):
-        return "no evaluation yet: last checkpoint"
-    texts = {label: " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
-             for label, numbers in counts.items()}
-    if len(set(texts.values())) == 1:
-        return f"mean of the last {next(iter(texts.values()))} evaluations"
-    each = ", ".join(f"{label}: {text}" for label, text in texts.items())
-    return f"mean of the last evaluations ({each})"
+def print_table(groups, part, title):
+    """A column for each group, mean ± deviation over its seeds; the difference if there are two.
+
+    part: a function of a run that gives {row: number, or list of a number for each class}
+    """
+    first = next(iter(groups.values()))[0]
+    columns = [[part(run) for run in group] for group in groups.values()]
+    rows = [(title, "", [*groups] + ["difference"] * (len(groups) == 2))]
+    for key, label in (ROWS | BY_CLASS).items():
+        if key in ROWS and key in columns[0][0]:
+            rows.append((label, "", cells([[n[key] for n in column] for column in columns])))
+        elif key in columns[0][0]:
+            rows.append((f"{label} per class", "labels", [""] * len(rows[0][2])))
+            for k, name in enumerate(first.cfg.dataset_info["names"]):
+                rows.append((f"  {name}", first.labels_per_class[k],
+                             cells([[n[key][k] for n in column] for column in columns])))
+    width = [max(map(len, texts)) + 2 for texts in zip(*(row[2] for row in rows), strict=True)]
+    for label, count, texts in rows:
+        print(f"{label:<26.26}{count:>7}" + "".join(
+            f"{text:>{w}}" for text, w in zip(texts, width, strict=True)))
 
 
-def labels(groups):
-    """A heading for each group: its name, or its whole path where two have the same name; and how
-    far it is, if it has not ended."""
-    names = [group.path.name for group in groups]
-    paths = [str(group.path) for group in groups]
-    told = []
-    for i, group in enumerate(groups):
-        everything = ", ".join(str(run.folder) for run in group.runs)
-        label = next((x[i] for x in (names, paths) if x.count(x[i]) == 1), everything)
-        late = [run for run in group.runs if not is_finished(run)]
-        told.append(label + (f" (not finished: {progress(late[0])})" if late else ""))
-    return told
+def cells(columns):
+    """Texts of a row. columns: the numbers of each group's seeds"""
+    means = [statistics.fmean(values) for values in columns]
+    texts = ["-" if mean != mean else f"{mean:.2f}" for mean in means]       # nan: never guessed
+    for i, values in enumerate(columns):
+        texts[i] += f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    if len(means) == 2:
+        texts.append(f"{means[1] - means[0]:+.2f}".replace("+nan", "-"))
+    return texts
 
 
-def table_rows(numbers, names, of_mean):
-    """Run.numbers -> {(section, measure): number}: the rows of every table."""
-    rows = {}
-    for section, heading in (SECTIONS | {"mean_of_last": of_mean}).items():
-        for key, label in MEASURES.items():
-            value = numbers.get(section, {}).get(key)
-            if isinstance(value, list):
-                rows |= {(heading, f"{label} {name}"): v
-                         for name, v in zip(names, value, strict=True)}
-            elif value is not None:
-                rows[heading, label] = value
-    return rows
-
-
-def format_cell(value, spread):
-    if math.isnan(value):                             # e.g. the precision of a class never guessed
-        return "-"
-    return f"{value:.2f}" if spread is None else f"{value:.2f} ± {spread:.2f}"
-
-
-def format_table(groups, part, names, markdown=False):
-    """Lines of text: a column per group, a row per measure, sections below one another."""
-    heading = heading_of_mean(groups)
-    means = [table_rows(group.mean(part), names, heading) for group in groups]
-    spreads = [table_rows(group.deviation(part) or {}, names, heading) for group in groups]
-    rows, section = [["", *labels(groups)]], None
-    for row in means[0]:
-        if row[0] != section:
-            section = row[0]
-            rows.append([section, *[""] * len(groups)])
-        rows.append([f"  {row[1]}", *(format_cell(mean[row], spread.get(row))
-                                      for mean, spread in zip(means, spreads, strict=True))])
-    if markdown:
-        rule = "|---|" + "--:|" * len(groups)
-        lines = ["| " + " | ".join(c.strip().replace("|", "\\|") for c in row) + " |"
-                 for row in rows]
-        return [lines[0], rule, *lines[1:]]
-    width = [max(len(row[i]) for row in rows) + 2 for i in range(1, len(rows[0]))]
-    longest = max(33, *(len(row[0]) for row in rows if row[1]))
-    return [f"{first:<{longest}}" + "".join(f"{c:>{w}}" for c, w in zip(cells, width, strict=True))
-            for first, *cells in rows]
-
-
-def confusion_lines(group, part, names):
-    """Lines of text: the percentage of each true class that gets each label."""
-    short = [name[:6] for name in names]
-    lines = ["", f"{labels([group])[0]}: percent of a true class (row) that is called (column)"]
-    lines.append(" " * 12 + "".join(f"{name:>7}" for name in short))
-    for name, row in zip(names, group.mean(part)["confusion"], strict=True):
-        lines.append(f"{name[:12]:<12}" + "".join(f"{value:7.1f}" for value in row))
-    return lines
-
-
-def write_csv(path, groups, part, names):
-    """The rows of the table; a column per group, and one for its deviation where it has one."""
-    heads, columns, heading = ["section", "measure"], [], heading_of_mean(groups)
-    for label, group in zip(labels(groups), groups, strict=True):
-        heads.append(label)
-        columns.append(table_rows(group.mean(part), names, heading))
-        if len(group.runs) > 1:
-            heads.append(f"{label} std")
-            columns.append(table_rows(group.deviation(part), names, heading))
-    rows = [[*row, *(f"{column[row]:.6g}" for column in columns)] for row in columns[0]]
-    checkpoint.write(Path(path), csv_text([heads, *rows], "\r\n").encode())
-
-
-def csv_text(rows, line_end):
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator=line_end).writerows(rows)
-    return text.getvalue()
-
-
-def as_dict(groups, part, names):
-    paths = [str(group.path) for group in groups]
-    keys = paths if len(set(paths)) == len(paths) else labels(groups)
-    return {key: {"runs": [str(run.folder) for run in group.runs], "classes": names,
-                  "finished": all(map(is_finished, group.runs)),
-                  "evaluations": [evaluations(run) for run in group.runs]}
-            | group.mean(part) | ({"std": group.deviation(part)} if len(group.runs) > 1 else {})
-            for key, group in zip(keys, groups, strict=True)}
-
-
-def print_imbalanced(judged, made, as_json):
-    """judged: {folder: ({class name: test images}, metrics)}; made: kind, gamma_t, seed"""
-    if as_json:
-        return print(checkpoint.to_json({folder: made | {"counts": counts} | m
-                                         for folder, (counts, m) in judged.items()}))
-    test_sets = [counts for counts, _ in judged.values()]
-    if any(counts != test_sets[0] for counts in test_sets):
-        raise UserError("the runs have different test sets and cannot stand side by side; name "
-                        "those of one dataset at a time, or ask for --json")
-    print(f"last checkpoint, {made['kind']} test set: "
-          + ", ".join(f"{name} {n}" for name, n in test_sets[0].items()))
-    for folder, (_, m) in judged.items():
-        print(f"bACC {m['bacc']:6.2f}  GM {m['gm']:6.2f}  ACC {m['acc']:6.2f}  {folder}")
-
-
-def write_predictions(out, files, labels, probabilities):
-    """Of each picture its file, label and probability; to the screen where `out` is None."""
-    rows = [[file, label, f"{p:.4f}"]
-            for file, label, p in zip(files, labels, probabilities, strict=True)]
-    text = csv_text([["file", "label", "probability"], *rows], "\n")
-    if out is None:
-        return print(text, end="")
-    checkpoint.write(Path(out), text.encode())
-    print(f"{len(files)} predictions in {out}")
+def print_reported(runs, pseudo):
+    for run in runs:
+        at = run.history[-1]["iter"] if run.history else 0
+        if at < run.cfg.iters:
+            print(f"{run.folder}: not finished, evaluated up to {at} of {run.cfg.iters}")
+    print_table(grouped(runs), lambda run: run.reported, "mean of the last 20")
+    if pseudo:
+        print_table(grouped(runs), lambda run: run.pseudo, "\npseudo-labels")

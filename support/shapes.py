@@ -1,13 +1,11 @@
 """The synthetic dataset: tiny, for the tests."""
 import numpy as np
 
-# Head and tail are pairs of look-alikes (disk and ring, square and frame, ...): a biased
-# classifier takes images of a rare class for its common look-alike.
 SHAPES = "disk square cross bars triangle diamond stripes saltire frame ring".split()
 
 
 def synthetic(rng, size=16, per_class=1000, per_class_test=100):
-    """Ten shapes of random colour, place, size and tilt on a noisy ground. rng: data.rng"""
+    """Ten shapes of random colour and place on a noisy ground. rng: data.rng"""
     def images(n, purpose):
         x = np.concatenate([draw_shape(s, n, size, rng(0, purpose, s)) for s in range(10)])
         return x, np.repeat(np.arange(10), n)
@@ -17,23 +15,12 @@ def synthetic(rng, size=16, per_class=1000, per_class_test=100):
 
 def draw_shape(shape, n, size, g):
     """n images (n, size, size, 3) uint8 of one shape."""
-    def uniform(lo, hi, *dims):
-        return g.uniform(lo, hi, (n, *(dims or (1, 1))))
-    v, u = np.mgrid[-1:1:size * 1j, -1:1:size * 1j]                       # rows, columns
-    u, v = u - uniform(-.35, .35), v - uniform(-.35, .35)                 # place   (n, size, size)
-    tilt, scale = uniform(-.4, .4), uniform(.5, .75)                     # radians; half-width
-    u, v = ((u * np.cos(tilt) + v * np.sin(tilt)) / scale,
-            (v * np.cos(tilt) - u * np.sin(tilt)) / scale)
-    r, box, a, b = np.hypot(u, v), np.maximum(abs(u), abs(v)), abs(u + v) / 1.4, abs(u - v) / 1.4
-    # How far outside the shape a point is, in units of its half-width; negative inside.
-    outside = [r - 1, box - .9, np.maximum(np.minimum(abs(u), abs(v)) - .3, box - 1),
-               np.maximum(abs(abs(v) - .6) - .25, box - .95),
-               np.maximum(abs(u) * 1.7 - v - .8, v - .8), abs(u) + abs(v) - 1.15,
-               np.maximum(abs(v - .7 * np.round(v / .7)) - .18, box - .95),
-               np.maximum(np.minimum(a, b) - .3, r - 1.2), abs(box - .65) - .3,
-               abs(r - .68) - .34][shape]
-    ink = np.clip(.5 - outside * scale * size / 2, 0, 1)[..., None]       # soft edge of one pixel
-    ground, colour = uniform(.15, .85, 1, 1, 3), uniform(-.4, .4, 1, 1, 3)
-    colour += .2 * np.sign(colour.sum(-1, keepdims=True))                # some contrast for all
-    x = ground + ink * colour + g.normal(0, .14, (n, size, size, 3))
+    v, u = np.mgrid[-1.2:1.2:size * 1j, -1.2:1.2:size * 1j][:, None] - g.uniform(
+        -.3, .3, (2, n, 1, 1))                                            # (n, size, size) each
+    r, box, a = np.hypot(u, v), np.maximum(abs(u), abs(v)), np.minimum(abs(u + v), abs(u - v))
+    ink = [r < .8, box < .7, (np.minimum(abs(u), abs(v)) < .3) & (box < .8), abs(abs(v) - .5) < .2,
+           (abs(u) * 1.5 < v + .8) & (v < .7), abs(u) + abs(v) < .9, np.sin(9 * v) > .3,
+           (a < .4) & (r < .9), abs(box - .6) < .2, abs(r - .6) < .2][shape]
+    ground, colour = g.uniform(.2, .5, (n, 1, 1, 3)), g.uniform(.2, .4, (n, 1, 1, 3))
+    x = ground + ink[..., None] * colour + g.normal(0, .1, (n, size, size, 3))
     return (x.clip(0, 1) * 255).astype(np.uint8)

@@ -7,30 +7,26 @@ import numpy as np
 import pytest
 import torch
 
-import data
 import train_fixmatch
 from baselines import train as baselines
-from support import cli, shapes
+from support import exit_cleanly, readers, shapes
 from support import run as run_module
 
 ROOT = Path(__file__).parent.parent
 # One thread, 8 x 8 pixels, a batch of six: tenths of a second for six iterations.
 TINY = "--dataset synthetic --image_size 8 --batch_size 6 --eval_every 3 --threads 1 --device cpu"
-FLOAT64 = torch.float64
-
-synthetic = shapes.synthetic
 
 
 @lru_cache
 def synthetic_once(rng, size=16):
     """The synthetic dataset, made once per size, with 20 test images of each class."""
-    return synthetic(rng, size, per_class_test=20)
+    return shapes.synthetic(rng, size, per_class_test=20)
 
 
 @pytest.fixture(autouse=True, scope="session")             # so that it holds in all fixtures too
 def tiny_synthetic_data():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "synthetic", synthetic_once)
+        patch.setattr(readers, "synthetic", synthetic_once)
         yield
 
 
@@ -39,7 +35,7 @@ def clean_process():
     """One thread (for so little work more only wait), and no stop request left behind."""
     torch.set_num_threads(1)
     yield
-    run_module.stop_signal.requested = False
+    run_module.stop_requests.clear()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -47,9 +43,9 @@ def clean_process():
 
 
 def train(out, flags="", main=train_fixmatch.main, on_step=None):
-    """last.pt of a tiny run of six iterations, or its exit status if it was stopped."""
-    argv = [*TINY.split(), "--iters", "6", *flags.split(), "--out", str(out)]
-    return main(argv, on_step) or checkpoint(out)
+    """last.pt of a tiny run of six iterations."""
+    main([*TINY.split(), "--iters", "6", *flags.split(), "--out", str(out)], on_step)
+    return checkpoint(out)
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +66,13 @@ def checkpoint(out):
 def stopped(out, flags, after, main=train_fixmatch.main):
     """last.pt of a run that a stop signal reaches in iteration `after`."""
     def on_step(step, losses):
-        run_module.stop_signal.requested = step == after - 1
-    assert train(out, flags, main, on_step) == 130
-    run_module.stop_signal.requested = False
+        if step == after - 1:
+            run_module.stop_requests.append("a signal")
+    with pytest.raises(SystemExit) as end:
+        train(out, flags, main, on_step)
+    run_module.stop_requests.clear()
     state = checkpoint(out)
-    assert state["step"] == after
+    assert end.value.code == 130 and state["step"] == after
     return state
 
 
@@ -102,7 +100,7 @@ def files(folder):
 def exit_of(main, argv, capsys):
     """(exit code, stderr) of a script called with argv."""
     with pytest.raises(SystemExit) as end:
-        cli.exit_cleanly(lambda: main(argv))
+        exit_cleanly(lambda: main(argv))
     return end.value.code, capsys.readouterr().err
 
 
@@ -125,27 +123,7 @@ def own_npz(folder):
     return folder / "own.npz"
 
 
-# ---------------------------------------------------------------------------------------------
-# derivatives
-
-
-def central_differences(module, function, step=1e-5):
-    """d function() / d parameters of the module, one number at a time."""
-    gradients = []
-    for p in module.parameters():
-        gradient = torch.zeros_like(p)
-        for i in range(p.numel()):
-            values = []
-            for sign in (1, -1):
-                with torch.no_grad():
-                    p.view(-1)[i] += sign * step
-                    values.append(function())
-                    p.view(-1)[i] -= sign * step
-            gradient.view(-1)[i] = (values[0] - values[1]) / (2 * step)
-        gradients.append(gradient)
-    return gradients
-
-
 def relative_difference(ours, theirs):
+    """Of two lists of tensors, in the Euclidean norm."""
     a, b = (torch.cat([t.flatten() for t in tensors]) for tensors in (ours, theirs))
     return ((a - b).norm() / b.norm()).item()

@@ -5,155 +5,158 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY
+from conftest import TINY, train
 
 import data
 import models
+import train_fixmatch
+import train_mixmatch
 from attractor import BiasAttractor, BiasVector
-from bilevel import reference_gradient, snapshot
+from bilevel import unrolled_gradient
 from support import augment, config
+
+# Decay, EMA and eta are large enough to be seen at once.
+THREE = " --iters 3 --eval_every 1 --ema 0.5 --weight_decay 5 --eta 0.01"
+
+
+def compare(replay_class, out, flags):
+    """Three iterations of the script and ours: losses, then everything that has moved.
+
+    Adam divides a gradient by its own size: where that is nearly 0, rounding decides, and in the
+    first step that is all of omega's gradient. With a larger eps the numbers can be compared.
+    """
+    lr, betas, _, *rest = torch.optim.Adam.__init__.__defaults__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Adam.__init__, "__defaults__", (lr, betas, 1e-3, *rest))
+        flags, losses = flags + THREE + replay_class.flags, []
+        state = train(out, flags, replay_class.script.main, lambda step, values: losses.append(
+            {name: value.item() for name, value in values.items()}))
+        replay = replay_class(flags)
+        start = deepcopy(replay.state())
+        for step, ours in enumerate(losses):
+            assert ours == pytest.approx(replay.iterate(step), rel=1e-5), step
+    assert len(losses) == 3
+    for part, tensors in replay.state().items():
+        for key, ours in state[part].items():
+            if ours.is_floating_point():                      # BatchNorm also counts batches
+                moved = (tensors[key] - start[part][key]).norm()
+                assert (ours - tensors[key]).norm() <= 1e-4 * moved, (part, key)
 
 
 class Replay:
-    """The loop of L2AC again, slowly: a copy for every pass that must leave no trace, plain
-    torch.optim, double backward for omega, EMA and weight decay tensor by tensor.
+    """L2AC again, slowly: a copy for every pass that must leave no trace, torch.optim as it comes,
+    double backward for omega before the step, EMA and weight decay tensor by tensor.
 
-    A subclass has rows(step): the inputs x of L, and L as a function of l^ in bilevel.py's form.
+    A subclass has batch(step): the inputs x of L, and the two parts of L as a function of l^.
     """
 
-    def __init__(self, flags, base="fixmatch"):
-        self.cfg = config.read([*TINY.split(), *flags.split()], base)
+    def __init__(self, flags):
+        self.cfg = cfg = config.read([*TINY.split(), *flags.split()], self.script.__name__[6:], "",
+                                     self.script.flags, self.script.l2ac_flags)
         self.dataset = data.load("synthetic", image_size=8)
-        labeled, unlabeled = data.split(self.dataset, self.cfg)
-        self.streams = {"labeled": data.IndexStream(labeled, 6, 0, "labeled"),
-                        "unlabeled": data.IndexStream(unlabeled, 6, 0, "unlabeled"),
-                        "balanced": data.BalancedStream(labeled, self.dataset.labels, 6, 0)}
+        labeled, unlabeled = data.split(self.dataset, cfg)
+        self.streams = {"labeled": data.IndexStream(labeled, 6, cfg.seed, "labeled"),
+                        "unlabeled": data.IndexStream(unlabeled, 6, cfg.seed, "unlabeled"),
+                        "balanced": data.BalancedStream(labeled, self.dataset.labels, 6, cfg.seed)}
         self.normalise = augment.Normalise(self.dataset.mean, self.dataset.std)
-        torch.manual_seed(0)
+        torch.manual_seed(cfg.seed)
         self.model = models.build("wrn-10-1", 10, 0.02)
-        vector = self.cfg.attractor == "vector"
-        self.attractor = BiasVector(10) if vector else BiasAttractor(10)
-        if self.cfg.attractor_start == "prior":
+        vector = cfg.attractor == "vector"
+        self.attractor = BiasVector(10) if vector else BiasAttractor(10, norm=cfg.attractor_input)
+        if cfg.attractor_start == "prior":
             logs = np.log(np.bincount(self.dataset.labels[labeled]))
             (self.attractor if vector else self.attractor.out).bias.data += torch.from_numpy(
                 logs - logs.mean())
         self.ema = {k: v.clone() for k, v in self.model.state_dict().items()}
-        self.joint = self.cfg.method in ("attractor", "single_level")
-        self.optimizer = torch.optim.Adam(self.model.parameters(), self.cfg.lr)
-        self.omega_optimizer = torch.optim.Adam(self.attractor.parameters(),
-                                                self.cfg.lr if self.joint else self.cfg.eta)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), cfg.lr)
+        self.omega_optimizer = torch.optim.Adam(self.attractor.parameters(), cfg.eta)
+
+    def state(self):
+        return {"model": self.model.state_dict(), "ema": self.ema,
+                "attractor": self.attractor.state_dict()}
 
     def take(self, stream, step):
         return self.dataset.take(self.streams[stream].batch(step))
 
+    def rng(self, purpose, step):
+        return data.rng(self.cfg.seed, purpose, step)
+
     def weak(self, x, name, step):
-        return augment.weak(x, data.rng(0, f"{name} view", step), self.normalise)
+        return augment.weak(x, self.rng(f"{name} view", step), self.normalise, self.cfg.no_flip)
 
-    def logits(self, x):
-        """Those that pseudo-labels come from."""
+    def guess(self, x):
+        """Logits that pseudo-labels come from."""
         logits = deepcopy(self.model)(x).detach()
-        adaptive = self.cfg.pseudo_from == "adaptive"
+        adaptive = self.cfg.method == "l2ac" and self.cfg.pseudo_from == "adaptive"
         return logits + self.attractor(logits).detach() if adaptive else logits
-
-    def stepped_classifier(self, lower_loss, logits):
-        """The classifier after the step that it makes on L by itself."""
-        loss, = lower_loss(logits + self.attractor(logits.detach()))
-        copy = deepcopy(self.model)
-        optimizer = torch.optim.Adam(copy.parameters(), self.cfg.lr)
-        optimizer.load_state_dict(deepcopy(self.optimizer.state_dict()))
-        if self.cfg.inner == "sgd":
-            optimizer = torch.optim.SGD(copy.parameters(), self.cfg.lr)
-        gradient = torch.autograd.grad(loss, list(self.model.classifier.parameters()),
-                                       retain_graph=True)
-        for p, g in zip(copy.classifier.parameters(), gradient, strict=True):
-            p.grad = g
-        optimizer.step()
-        return copy.classifier
-
-    def upper(self, lower_loss, z, inner, classifier, x_b, y_b):
-        """Omega's step; L_bal of the given classifier on the features of the network as it is."""
-        z_b = deepcopy(self.model).features(x_b).detach()
-        _, gradient = reference_gradient(self.attractor, lower_loss, z, inner, z_b, y_b)
-        for p, g in zip(self.attractor.parameters(), gradient, strict=True):
-            p.grad = g
-        self.omega_optimizer.step()
-        return F.cross_entropy(classifier(z_b), y_b).item()
 
     def iterate(self, step):
         """One iteration: its losses as on_step shows them."""
-        cfg, (x, lower_loss), (x_b, y_b) = self.cfg, self.rows(step), self.take("balanced", step)
-        x_b = self.weak(x_b, "balanced", step)
-        z = self.model.features(x)
-        logits = self.model.classifier(z)
-        omega_turn = cfg.method == "l2ac" and step % cfg.omega_every == 0
-        inner = snapshot(self.model.classifier.parameters(), self.optimizer, step + 1, cfg.inner)
-        upper = lower_loss, z, inner, self.stepped_classifier(lower_loss, logits), x_b, y_b
-        losses = {}
-        if omega_turn and cfg.omega_order == "before":
-            losses["loss_bal"] = self.upper(*upper)
-        delta = self.attractor(logits.detach())
-        if cfg.method == "none":
-            delta = torch.zeros_like(delta)
-        loss, = lower_loss(logits + delta.detach())
-        if cfg.method == "single_level":                      # a copy of the running statistics
-            statistics = {k: b.clone() for k, b in self.model.named_buffers()}
-            loss_bal = F.cross_entropy(torch.func.functional_call(self.model, statistics, x_b), y_b)
-            losses["loss_bal"], loss = loss_bal.item(), loss + loss_bal
-        losses["loss"] = loss.item()
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        if self.joint:
-            self.omega_optimizer.zero_grad()
-            lower_loss(logits.detach() + delta)[0].backward()
-            self.omega_optimizer.step()
-        if omega_turn and cfg.omega_order == "after":
-            losses["loss_bal"] = self.upper(*upper)
-        self.average_and_decay()
-        return losses
-
-    def average_and_decay(self):
-        for key, value in self.model.state_dict().items():
-            self.ema[key] = self.cfg.ema * self.ema[key] + (1 - self.cfg.ema) * value
-        for p in self.model.parameters():
-            p.data *= 1 - self.cfg.lr * self.cfg.weight_decay
-
-    def compare(self, state, losses):
-        """Iterate as often as on_step was called; then all has to agree with the checkpoint."""
-        for step, ours in enumerate(losses):
-            theirs = self.iterate(step)
-            assert {k: ours[k] for k in ours.keys() & {"loss", "loss_bal"}} == pytest.approx(
-                theirs, rel=1e-4), step
-        statistics = [k for k, _ in self.model.named_buffers()]
-        phi = [k for k in self.ema if k.startswith("classifier")]
-        theta = [k for k in self.ema if k not in (*statistics, *phi)]
-        live, omega = self.model.state_dict(), self.attractor.state_dict()
-        for name, keys, ours, theirs in (
-                ("theta", theta, state["model"], live), ("phi", phi, state["model"], live),
-                ("theta, EMA", theta, state["ema"], self.ema),
-                ("phi, EMA", phi, state["ema"], self.ema),
-                ("omega", list(omega), state["attractor"], omega)):
-            a, b = (torch.cat([tensors[k].flatten() for k in keys]) for tensors in (ours, theirs))
-            # Adam divides a gradient by its own size: where that is nearly 0, rounding decides.
-            within = 0.2 * self.cfg.eta if name == "omega" and not self.joint else 2e-5
-            assert ((a - b).abs() < within).float().mean() > 0.99, name
-        for key in statistics:
-            for ours, theirs in ((state["model"], live), (state["ema"], self.ema)):
-                torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=1e-5)
-
-
-class FixMatchReplay(Replay):
-    def rows(self, step):
-        (x_l, y_l), (x_u, _) = self.take("labeled", step), self.take("unlabeled", step)
-        views = self.cfg.n_strong
-        confidence, y_u = self.logits(self.weak(x_u, "weak", step)).softmax(1).max(1)
-        kept = (confidence >= self.cfg.tau).repeat_interleave(views)
-        targets = y_u.repeat_interleave(views)
-        x_s = augment.strong(x_u.repeat_interleave(views, 0), data.rng(0, "strong view", step),
-                             self.normalise, 3, 4.0)
+        cfg, (x, parts, lambda_u) = self.cfg, self.batch(step)
 
         def lower_loss(l_hat):
-            rows = F.cross_entropy(l_hat[6:], targets, reduction="none")
-            loss_u = rows[kept].sum() / (6 * views)
-            return (F.cross_entropy(l_hat[:6], y_l) + self.cfg.lambda_u * loss_u,)
-        return torch.cat([self.weak(x_l, "labeled", step), x_s]), lower_loss
+            loss_x, loss_u = parts(l_hat)
+            return loss_x + lambda_u * loss_u
+        z = self.model.features(x)
+        l_hat = logits = self.model.classifier(z)
+        if cfg.method == "l2ac":
+            l_hat = logits + self.attractor(logits.detach()).detach()
+        losses = dict(zip(("loss_x", "loss_u"), parts(l_hat), strict=True))
+        before, optimizer = deepcopy((self.model, self.optimizer))
+        self.optimizer.zero_grad()
+        lower_loss(l_hat).backward()
+        self.optimizer.step()
+        if cfg.method == "l2ac" and step % cfg.omega_every == 0:
+            x_b, y_b = self.take("balanced", step)
+            z_b = deepcopy(self.model).features(self.weak(x_b, "balanced", step)).detach()
+            losses["loss_bal"], gradient = unrolled_gradient(
+                self.attractor, lower_loss, z, before.classifier, optimizer, z_b, y_b)
+            for p, g in zip(self.attractor.parameters(), gradient, strict=True):
+                p.grad = g
+            self.omega_optimizer.step()
+        for key, value in self.model.state_dict().items():
+            self.ema[key] = cfg.ema * self.ema[key] + (1 - cfg.ema) * value
+        for p in self.model.parameters():
+            p.data *= 1 - cfg.lr * cfg.weight_decay
+        return {name: value.item() for name, value in losses.items()}
+
+
+class FixMatch(Replay):
+    script, flags = train_fixmatch, " --tau 0.2 --n_strong 2"
+
+    def batch(self, step):
+        (x_l, y_l), (x_u, _) = self.take("labeled", step), self.take("unlabeled", step)
+        views = self.cfg.n_strong
+        confidence, y_u = self.guess(self.weak(x_u, "weak", step)).softmax(1).max(1)
+        kept = (confidence >= self.cfg.tau).repeat_interleave(views)
+        targets = y_u.repeat_interleave(views)
+        x_s = augment.strong(x_u.repeat_interleave(views, 0), self.rng("strong view", step),
+                             self.normalise, 3, 4.0, self.cfg.no_flip)
+
+        def parts(l_hat):
+            each = F.cross_entropy(l_hat[6:], targets, reduction="none")
+            return F.cross_entropy(l_hat[:6], y_l), each[kept].sum() / (6 * views)
+        return torch.cat([self.weak(x_l, "labeled", step), x_s]), parts, self.cfg.lambda_u
+
+
+class MixMatch(Replay):
+    """Mixup image by image, the losses written out."""
+    script, flags = train_mixmatch, ""
+
+    def batch(self, step):
+        (x_l, y_l), (x_u, _) = self.take("labeled", step), self.take("unlabeled", step)
+        x_l, x_w, x_v = (self.weak(x, name, step) for x, name in (
+            (x_l, "labeled"), (x_u, "weak"), (x_u, "second weak")))
+        squares = ((self.guess(x_w).softmax(1) + self.guess(x_v).softmax(1)) / 2) ** 2
+        q_u = squares / squares.sum(1)[:, None]               # temperature 1/2
+        g = self.rng("mixup", step)
+        share = g.beta(0.75, 0.75)
+        share, partner = max(share, 1 - share), g.permutation(18)
+        x, q = torch.cat([x_l, x_w, x_v]), torch.cat([torch.eye(10)[y_l], q_u, q_u])
+        x, q = (torch.stack([share * t[i] + (1 - share) * t[j] for i, j in enumerate(partner)])
+                for t in (x, q))
+
+        def parts(l_hat):
+            return (-(q[:6] * l_hat[:6].log_softmax(1)).sum() / 6,
+                    ((l_hat[6:].softmax(1) - q[6:]) ** 2).sum() / 10 / 12)
+        return x, parts, self.cfg.lambda_u * step / 3
