@@ -8,8 +8,6 @@ classifier predicts.
     f_phi(z)          linear classifier      l = W z + b                          (N, K)
     Delta f_omega     bias attractor         an MLP of width 256, one hidden layer
     F_(omega,phi)(z)  adaptive classifier    l^ = l + Delta f_omega(norm(l))      Eq. 2
-
-No optimizers, no unrolling.
 """
 from functools import partial
 

@@ -20,19 +20,11 @@ through l = W z + b only, and with r_i = dL/dl^_i the gradient is linear in r:
     g_W = sum_i r_i z_i^T        g_b = sum_i r_i
     <g(omega), C> = sum_i <r_i(omega), u_i>               u_i = C_W z_i + C_b, a constant
 
-What is left is one backward pass through N x K numbers and the small MLP. It holds for every lower
-loss that is a function of the logits l^.
-
-No backbone pass, no data, no optimizer step. This file and attractor.py need nothing else of the
-project: README.md shows them in another training loop.
+What is left is one backward pass through N x K numbers and the small MLP, for every lower loss that
+is a function of the logits l^. This file and attractor.py need nothing else of the project.
 """
 import torch
 import torch.nn.functional as F
-
-
-def first(loss):
-    """The scalar of a loss that comes alone, or as the first of several: (L, its parts ...)."""
-    return loss[0] if isinstance(loss, tuple) else loss
 
 
 def unrolled_gradient(attractor, lower_loss, z, classifier, optimizer, z_b, y_b):
@@ -41,24 +33,26 @@ def unrolled_gradient(attractor, lower_loss, z, classifier, optimizer, z_b, y_b)
     lower_loss  function of l^ (N, K) -> L, the scalar of Eq. 3, or a tuple that begins with it
     z           (N, D) features of the images in L;   z_b, y_b  (M, D), (M,) of the balanced batch
     """
-    group = optimizer.param_groups[0]
-    lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
     phi = [p.detach().clone().requires_grad_() for p in classifier.parameters()]
     logits = F.linear(z.detach(), *phi)                                        # (N, K)
     l_hat = logits + attractor(logits)                                         # Eq. 2
     loss = first(lower_loss(l_hat))                                            # Eq. 3
     gradient = torch.autograd.grad(loss, phi, create_graph=True)
-    moved = []
-    for live, p, g in zip(classifier.parameters(), phi, gradient, strict=True):
-        state = optimizer.state[live] or {"exp_avg": 0, "exp_avg_sq": 0, "step": 0}
-        t = int(state["step"]) + 1
-        m = beta1 * state["exp_avg"] + (1 - beta1) * g
-        v = beta2 * state["exp_avg_sq"] + (1 - beta2) * g * g
-        m_hat, v_hat = m / (1 - beta1 ** t), v / (1 - beta2 ** t)
-        # where g was always 0, the derivative of the square root would be infinite
-        moved.append(p - lr * m_hat / (v_hat.clamp_min(1e-30).sqrt() + eps))   # Eq. 4
+    moved = [adam_step(p, g, optimizer)                                        # Eq. 4
+             for p, g in zip(classifier.parameters(), gradient, strict=True)]
     loss_bal = F.cross_entropy(F.linear(z_b, *moved), y_b)                     # Eq. 5
     return loss_bal.detach(), torch.autograd.grad(loss_bal, list(attractor.parameters()))
+
+
+def adam_step(p, g, optimizer):
+    """p after the step that Adam is about to make, as a function of its gradient g.       Eq. 4"""
+    group, state = group_of(p, optimizer), optimizer.state.get(p) or {}
+    (beta1, beta2), t = group["betas"], int(state.get("step", 0)) + 1
+    m = beta1 * state.get("exp_avg", 0) + (1 - beta1) * g
+    v = beta2 * state.get("exp_avg_sq", 0) + (1 - beta2) * g * g
+    m_hat, v_hat = m / (1 - beta1 ** t), v / (1 - beta2 ** t)
+    # where g was always 0, the derivative of the square root would be infinite
+    return p.detach() - group["lr"] * m_hat / (v_hat.clamp_min(1e-30).sqrt() + group["eps"])
 
 
 def omega_gradient(attractor, lower_loss, logits, z, classifier, optimizer, z_b, y_b):
@@ -89,7 +83,7 @@ def step_derivative(p, optimizer):
     g, and what is left of the derivative is proportional to eps. Decoupled weight decay (AdamW)
     does not depend on g.
     """
-    group = next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
+    group = group_of(p, optimizer)
     adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     coupled_decay = type(optimizer) is torch.optim.Adam and group["weight_decay"]
     variant = any(group.get(key) for key in ("amsgrad", "dampening", "maximize"))
@@ -105,3 +99,13 @@ def step_derivative(p, optimizer):
     dm = (1 - beta1) / (1 - beta1 ** t)
     ds = (1 - beta2) / (1 - beta2 ** t) * p.grad / s
     return -group["lr"] * (dm / (s + group["eps"]) - m_hat / (s + group["eps"]) ** 2 * ds)
+
+
+def first(loss):
+    """The scalar of a loss that comes alone, or as the first of several: (L, its parts ...)."""
+    return loss[0] if isinstance(loss, tuple) else loss
+
+
+def group_of(p, optimizer):
+    """The settings of the group that holds p: a head may have its own learning rate."""
+    return next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))

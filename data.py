@@ -58,16 +58,14 @@ class Dataset:
                                              self.test_labels, self.names)}
 
     def to(self, device):
-        """The same images, to be used on a device. Large sets stay in the host's memory or on
-        disk, and only batches travel."""
+        """The same images, for a device. Large sets stay on the host, and only batches travel."""
         images, test_images = (x.to(device) if x.nbytes < 2**30 else x
                                for x in (self.images, self.test_images))
         return Dataset(images, self.labels, test_images, self.test_labels.to(device), self.names,
                        self.mean, self.std, torch.device(device))
 
     def take(self, index, labels=None):
-        """(B,) -> images (B, 3, H, W) uint8 and labels (B,), by default the true ones; on the
-        device."""
+        """(B,) -> images (B, 3, H, W) uint8 and labels (B,), by default the true ones."""
         labels = self.labels[index] if labels is None else labels
         images = self.images[to_device(index, self.images)]
         return images.to(self.device, non_blocking=True), to_device(labels, self.device)

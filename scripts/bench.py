@@ -78,7 +78,7 @@ def train(pipe, method, argv, block):
     sys.stdout, began = open(os.devnull, "w"), clock()
     darp.WARM = daso.START = 0                           # what these do later in a run, at once
     main = {"none": train_fixmatch.main, "l2ac": train_fixmatch.main,
-            "full_unroll": train_full_unroll}.get(method, baselines.main)
+            "full_unroll": train_fixmatch.main}.get(method, baselines.main)
     exit_cleanly(lambda: main(argv, on_step))
 
 
@@ -126,7 +126,7 @@ def main(argv=None):
             for method in [method for method in args.methods if method != "none"]:
                 none, own = take_turns(("none", method), words, args.block, args.rounds).T
                 base = found.setdefault(f"none {K}", np.median(none) / args.block)
-                found[f"{method} {K}"] = base * np.mean(own / none)
+                found[f"{method} {K}"] = base * np.median(own / none)
     if args.json:
         return print(json.dumps(found, indent=1))
     print(f"{'method, classes':<20}{'s/iteration':>12}{'/ none':>9}")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from bilevel import first
+from bilevel import adam_step, first
 
 
 def full_unroll(model, attractor, lower_loss, logits, optimizer, x_b, y_b):
@@ -29,15 +29,3 @@ def full_unroll(model, attractor, lower_loss, logits, optimizer, x_b, y_b):
     for p, g in zip(params, gradient, strict=True):
         p.grad = torch.empty_like(p).copy_(g.detach())    # in p's memory layout, for fused Adam
     return loss_bal.detach()
-
-
-def adam_step(p, g, optimizer):
-    """p after Adam's next step, as a function of its gradient g."""
-    group = optimizer.param_groups[0]
-    beta1, beta2 = group["betas"]
-    state = optimizer.state.get(p) or {"exp_avg": 0, "exp_avg_sq": 0, "step": 0}
-    t = int(state["step"]) + 1
-    m_hat = (beta1 * state["exp_avg"] + (1 - beta1) * g) / (1 - beta1 ** t)
-    v_hat = (beta2 * state["exp_avg_sq"] + (1 - beta2) * g * g) / (1 - beta2 ** t)
-    # where g was always 0, the derivative of the square root would be infinite
-    return p.detach() - group["lr"] * m_hat / (v_hat.clamp_min(1e-30).sqrt() + group["eps"])

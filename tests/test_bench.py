@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic, and real training loops that take turns. No time is tested."""
+"""The benchmark: its arithmetic, and real training loops that take turns."""
 import json
 
 import numpy as np
@@ -8,16 +8,16 @@ from scripts import bench
 
 
 def test_the_ratio_is_the_median_within_rounds(monkeypatch, capsys):
-    """A machine that becomes twice as slow halfway does not change it, nor does one slow block."""
-    none, slow = np.array([1.0, 1, 2, 2, 2]), np.array([1.5, 1.5, 3, 3, 9])
+    """A machine that becomes slower halfway does not change it, nor does one slow block."""
+    none, own = np.array([1.0, 1, 1, 4, 4]), np.array([1.5, 9, 1.5, 6, 6])
 
     def take_turns(methods, argv, block, rounds):
         assert methods == ("none", "l2ac") and (block, rounds) == (2, 5)
         assert argv[-2:] == ["--model", "wrn-10-1"]      # other flags reach the training script
-        return np.stack([none, slow], axis=1)
+        return np.stack([none, own], axis=1)
     monkeypatch.setattr(bench, "take_turns", take_turns)
     bench.main("--methods none l2ac --block 2 --model wrn-10-1 --json".split())
-    assert json.loads(capsys.readouterr().out) == {"none 10": 1.0, "l2ac 10": 1.5}
+    assert json.loads(capsys.readouterr().out) == {"none 10": 0.5, "l2ac 10": 0.75}
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_all_kinds_of_methods_take_turns(tmp_path):
             f"--out {tmp_path / 'run'} --overwrite").split()
     times = bench.take_turns(("none", "l2ac", "full_unroll", "darp", "daso"), argv, 2, 3)
     assert times.shape == (3, 5) and (times > 0).all()
-    assert (times[:, 2] > times[:, 0]).all()             # differentiated twice
+    assert np.median(times[:, 2] / times[:, 1]) > 1.3    # differentiated twice: about 2 here
 
 
 @pytest.mark.slow

@@ -160,9 +160,10 @@ def test_omega_gradient(name, bias, loss, attractor, steps):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("loss", LOWER)
 @pytest.mark.parametrize("steps", [0, 3])
-def test_the_definition_before_the_step_equals_the_cheap_way_after_it(steps, loss, bias):
+@pytest.mark.parametrize("kind", ["Adam", "Adam, second group"])
+def test_the_definition_before_the_step_equals_the_cheap_way_after_it(kind, steps, loss, bias):
     """At the first step, where the derivative is proportional to eps, up to 3e-10 are rounding."""
-    problem = Problem("Adam", bias, loss, steps=steps)
+    problem = Problem(kind, bias, loss, steps=steps)
     expected, twice = unrolled_gradient(problem.attractor, problem.lower_loss, problem.z,
                                         problem.head, problem.optimizer, problem.z_b, problem.y_b)
     loss_bal, gradient = problem.ours()
