@@ -78,7 +78,7 @@ def train(pipe, method, argv, block):
     sys.stdout, began = open(os.devnull, "w"), clock()
     darp.WARM = daso.START = 0                           # what these do later in a run, at once
     main = {"none": train_fixmatch.main, "l2ac": train_fixmatch.main,
-            "full_unroll": train_fixmatch.main}.get(method, baselines.main)
+            "full_unroll": train_full_unroll}.get(method, baselines.main)
     exit_cleanly(lambda: main(argv, on_step))
 
 

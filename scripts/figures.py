@@ -69,10 +69,10 @@ def looks(groups):
 
 
 def by_setting(groups):
-    """{setting: groups}. Runs with the labels only are in each that has their gamma_l."""
+    """{setting: groups}. Runs with the labels only are in each that has their gamma_l, as last."""
     others = [group for group in groups if group.method != LABELS_ONLY] or groups
-    return {o.setting: [g for g in groups if (g.setting == o.setting if g in others else
-                                              g.cfg.gamma_l == o.cfg.gamma_l)] for o in others}
+    return {o.setting: [g for g in others if g.setting == o.setting] + [
+        g for g in groups if g not in others and g.cfg.gamma_l == o.cfg.gamma_l] for o in others}
 
 
 def logged(group, column):
@@ -178,7 +178,7 @@ def distribution(groups):
         ax.bar(np.arange(len(labeled)) + 0.2, unlabeled, 0.4, color="#B5B5B5", label="unlabeled")
         ax.set(title=setting, ylabel="images", yscale="log", ylim=(1, None))
         name_classes(ax, group.classes)
-    axes[0].legend(**ABOVE)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return figure
 
 

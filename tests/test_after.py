@@ -18,8 +18,7 @@ from train_fixmatch import fixmatch_loss
 
 SMALL = "--iters 9 --gamma_u 100 --n1 100 --m1 100 --n_strong 2"
 WEAK, STRONG = rows([2, 1, 0.5]), rows([1, 0, 0.5])
-EQUAL = np.full(3, 1 / 3)
-REVERSED = PI[::-1].copy()
+EQUAL, REVERSED = np.full(3, 1 / 3), PI[::-1].copy()
 
 
 def plain_of(p, tau=0.95):

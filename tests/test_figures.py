@@ -65,7 +65,7 @@ def test_runs_with_the_labels_only_stand_in_every_setting_with_their_labels():
     one, nine = (Group([made_up(gamma_u=gamma)]) for gamma in (1.0, 9.0))
     only, other = (Group([made_up("vanilla", gamma_l=gamma)]) for gamma in (20.0, 5.0))
     settings = figures.by_setting([only, other, one, nine])
-    assert settings == {one.setting: [only, one], nine.setting: [only, nine]}
+    assert settings == {one.setting: [one, only], nine.setting: [nine, only]}
 
 
 def test_curves_show_the_ends_of_epochs():
