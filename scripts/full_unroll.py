@@ -1,7 +1,6 @@
 """L2AC as bi-level code is usually written: the step of *every* weight depends on omega.
 
-The whole network is differentiated twice. The paper's cost table calls this "L2AC (traditional)";
-scripts/bench.py measures it, and a test compares it with finite differences.
+The whole network is differentiated twice: "L2AC (traditional)" of the paper's cost table.
 """
 import torch
 import torch.nn.functional as F

@@ -5,20 +5,18 @@
     python -m scripts.reproduce list --seeds 0 1 2 3 4 --held --method l2ac      what it holds
     python -m scripts.reproduce collect runs      results/*.jsonl, the tables of README.md and docs/
 
-Tables 1 to 8 are the paper's, the others ours; their cells are in scripts/tables.py. The commands
-carry --resume, so a finished run returns at once and an interrupted one continues. `collect`
-without a folder writes the tables from results/ alone. Table 8 is measured by scripts/bench.py.
+The commands carry --resume, so a finished run returns at once and an interrupted one continues.
+`collect` without a folder writes the tables from results/ alone.
 """
 import argparse
 
 from scripts import clusters, collect, study
-from scripts.collect import read_results, runs_of  # noqa: F401, the way to the results
+from scripts.collect import runs_of
 from scripts.tables import SCALES, TABLES
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("action", choices=("list", "collect"))
     add("runs", nargs="?", help="of collect: a folder with run folders anywhere below it")

@@ -9,7 +9,7 @@ with log N_k and with log pi_eff,k: least squares over the K classes, both sides
 import numpy as np
 
 import data
-from scripts.collect import configuration, difference_text, grid, mean_text, ours, runs_of, table_of
+from scripts.collect import configuration, difference_text, grid, mean_text, runs_of, table_of
 from scripts.tables import TABLES
 
 TAIL = slice(-3, None)                                   # the three classes with the fewest labels
@@ -18,7 +18,6 @@ L2AC, PRIOR, VECTOR = "**w/ L2AC**", "w/ L2AC, prior start (ours)", "w/ L2AC, ve
 LABELED, ALL = "w/ LA, labeled rows", "w/ LA, all rows"
 PAIRS = (("FixMatch", "Labels alone"), (L2AC, "FixMatch"), (L2AC, LABELED), (L2AC, ALL),
          (L2AC, VECTOR), (VECTOR, ALL), (PRIOR, L2AC), (PRIOR, ALL))
-AFTER = ("none", "la", "la_all", "la_post_hoc", "l2ac", "darp_crt", "cdmad", "adello", "acr")
 COLUMNS = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
            "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
            "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
@@ -64,10 +63,6 @@ def labels(cell):
     right = [run["right"] for run in runs if "right" in run]             # where any label counts
     kept, tail = (np.mean([run[key] for run in runs]) for key in ("kept", "tail"))
     return f"{kept:.0f} / {f'{np.mean(right):.1f}' if right else '–'} / {tail:.0f}"
-
-
-def after(cell):
-    return ours(cell) if cell.base == "fixmatch" and cell.method in AFTER else ""
 
 
 def fit(added, x):
@@ -161,7 +156,6 @@ def written_tables():
     for suffix, end in (("-digits", ""), ("", " on cifar10")):
         for name, number, text in (
                 ("gains", "1", gain), ("leads", "1", lead), ("labels", "1", labels),
-                ("after", "1", after), ("parts", "5", lead_over_parts),
-                ("labels of parts", "5", labels)):
+                ("parts", "5", lead_over_parts), ("labels of parts", "5", labels)):
             written[name + end] = table_of(TABLES[number + suffix], text, title)
     return written

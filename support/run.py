@@ -145,7 +145,7 @@ class Run:
         mean = metrics.mean_of_last(rows)
         if not (self.folder / "result.json").exists():
             content = mean | {"evaluations": len(rows), "seconds": self.seconds}
-            text = json.dumps(content, indent=1).replace("NaN", "null")        # of an untested class
+            text = json.dumps(content, indent=1).replace("NaN", "null")      # of an untested class
             write(self.folder / "result.json", text.encode())
         print(f"\n{self.cfg.method}: bACC {mean['bacc']:.2f}  GM {mean['gm']:.2f}  (evaluations "
               f"averaged: {len(rows)})\nfiles in {self.folder}")
