@@ -32,7 +32,7 @@ def flags(p):
     add = p.add_argument_group("MixMatch").add_argument
     add("--iters", type=int, default=250_000, help="updates of theta and phi")
     add("--batch_size", type=int, default=64, help="labeled and balanced images each, B and M")
-    add("--batch_size_u", type=int, help="unlabeled images, U (default: as --batch_size)")
+    add("--batch_size_u", type=int, help="unlabeled images, U; None: as --batch_size")
     add("--lr", type=float, default=2e-3, help="learning rate of theta's and phi's Adam")
     add("--weight_decay", type=float, default=0.02, help="weights shrink by lr times this")
     add("--ema", type=float, default=0.999, help="decay of the averaged weights")

@@ -1,7 +1,5 @@
-"""L2AC as bi-level code is usually written: the step of *every* weight depends on omega.
-
-The whole network is differentiated twice: "L2AC (traditional)" of the paper's cost table.
-"""
+"""L2AC as it is usually written, "traditional" in the paper's cost table: the step of *every*
+weight depends on omega, and the whole network is differentiated twice."""
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
