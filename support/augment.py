@@ -37,7 +37,6 @@ BOX_COLOUR = np.array([125, 123, 114], np.uint8).reshape(3, 1, 1)
 LUMA = np.array([19595, 38470, 7471], np.float32).reshape(3, 1, 1) / 65536   # ITU-R 601, as in PIL
 
 
-# ---- the two views ----------------------------------------------------------------------------
 class Normalise:
     """uint8 (N, 3, H, W) -> (x / 255 - mean) / std, float32, channels_last."""
     def __init__(self, mean, std, device="cpu"):
@@ -98,7 +97,6 @@ def to_device(a, x):
     return torch.from_numpy(a).to(device, non_blocking=device.type == "cuda")
 
 
-# ---- RandAugment ------------------------------------------------------------------------------
 def draw_randaugment(shape, rng, n, m):
     """-> operations (n, N), signed strengths (n, N), box centres (2, n, N) as fractions of W, H."""
     N, _, h, w = shape

@@ -6,7 +6,6 @@ name, synced and renamed, so a crash leaves the old one or the new one. No loss,
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -72,6 +71,8 @@ class Run:
             check_same_run(state, cfg, folder, resizable)
             if state["step"] == cfg.iters and (folder / "result.json").exists():
                 return state                         # finished: its files stay as they are
+        elif cfg.resume and (folder / "log.csv").exists():
+            raise UserError(f"--resume: {folder} has results, no checkpoint; choose another --out")
         if distributed.rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for name in ("result.json",) if state else ("result.json", "last.pt", "log.csv"):
@@ -129,10 +130,11 @@ class Run:
             self.means.sums.zero_()                  # not at other rows: a longer run drops them
 
     def save(self, done):
+        sums = distributed.mean(self.means.sums)     # another number of processes may go on
         if distributed.rank() == 0:
             states = {name: part.state_dict() for name, part in self.parts.items()}
             write(self.folder / "last.pt", states | {
-                "means": self.means.sums, "step": done, "seconds": self.seconds,
+                "means": sums, "step": done, "seconds": self.seconds,
                 "history": self.history, "config": vars(self.cfg)})
             if self.history:
                 write(self.folder / "log.csv", log_lines(self.history).encode())
@@ -266,9 +268,9 @@ def load_checkpoint(folder):
             if file.testzip():
                 raise zipfile.BadZipFile
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path} is damaged; the run has to start again, in another --out or with "
-                        f"--overwrite") from error
+    except Exception as error:                       # zipfile and torch raise a dozen kinds
+        raise UserError(f"{path} is damaged ({type(error).__name__}); the run has to start again, "
+                        f"in another --out or with --overwrite") from error
 
 
 def check_same_run(state, cfg, folder, resizable):
