@@ -122,7 +122,8 @@ class CReSTPlus(CReST):
 
     def refine(self, p, batch):
         target = alignment_target(self.ctx.counts, self.generation(batch.step),
-                                  self.ctx.cfg.crest_generations).to(p)        # (K,)
+                                  self.ctx.cfg.crest_generations)
+        target = to_device(target.to(p.dtype).numpy(), p)                      # (K,)
         aligned = p * (target + 1e-6) / (self.recent.mean(0) + 1e-6)           # (U, K)
         self.recent[batch.step % 128] = p.mean(0)              # unaligned, for the next steps
         return aligned / aligned.sum(1, keepdim=True)

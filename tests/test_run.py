@@ -371,6 +371,6 @@ def test_killed_at_random_moments_and_resumed(tmp_path):
     assert same(checkpoint(whole), checkpoint(parts))
     logs = [[line.rsplit(",", 1)[0] for line in (out / "log.csv").read_text().splitlines()]
             for out in (whole, parts)]                       # it_per_s is the last column
-    results = [json.loads((out / "result.json").read_text()) | {"sec_per_iter": 0}
+    results = [json.loads((out / "result.json").read_text()) | {"seconds": 0}
                for out in (whole, parts)]
     assert logs[0] == logs[1] and results[0] == results[1]
