@@ -1,37 +1,42 @@
-"""The training loops by hand, for the tests of the scripts."""
+"""The training loops by hand, for the tests of the tutorials and of the comparison methods."""
+from argparse import Namespace
 from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, train
+from conftest import train
 
 import data
 import models
-import train_fixmatch
-import train_mixmatch
 from attractor import BiasAttractor, BiasVector
+from baselines.train import main
 from bilevel import unrolled_gradient
-from support import augment, config
-
-# Decay, EMA and eta are large enough to be seen at once.
-THREE = " --iters 3 --eval_every 1 --ema 0.5 --weight_decay 5 --eta 0.01"
+from support import augment
 
 
-def compare(replay_class, out, flags):
+def run(out, flags, script=main):
+    """(checkpoint, losses of each iteration)"""
+    losses = []
+    state = train(out, flags, script, lambda step, values: losses.append(
+        {name: value.item() for name, value in values.items()}))
+    return state, losses
+
+
+def compare(replay_class, out, flags, script=main):
     """Three iterations of the script and ours: losses, then everything that has moved.
 
-    Adam divides a gradient by its own size: where that is nearly 0, rounding decides, and in the
-    first step that is all of omega's gradient. With a larger eps the numbers can be compared.
+    Decay and EMA are large enough to be seen at once. Adam divides a gradient by its own size:
+    where that is nearly 0, rounding decides, and in the first step that is all of omega's gradient.
+    With a larger eps the numbers can be compared.
     """
     lr, betas, _, *rest = torch.optim.Adam.__init__.__defaults__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.Adam.__init__, "__defaults__", (lr, betas, 1e-3, *rest))
-        flags, losses = flags + THREE + replay_class.flags, []
-        state = train(out, flags, replay_class.script.main, lambda step, values: losses.append(
-            {name: value.item() for name, value in values.items()}))
-        replay = replay_class(flags)
+        state, losses = run(
+            out, f"--iters 3 --eval_every 1 --ema 0.5 --weight_decay 5 {flags}", script)
+        replay = replay_class(Namespace(**state["config"]))
         start = deepcopy(replay.state())
         for step, ours in enumerate(losses):
             assert ours == pytest.approx(replay.iterate(step), rel=1e-5), step
@@ -41,39 +46,61 @@ def compare(replay_class, out, flags):
             if ours.is_floating_point():                      # BatchNorm also counts batches
                 moved = (tensors[key] - start[part][key]).norm()
                 assert (ours - tensors[key]).norm() <= 1e-4 * moved, (part, key)
+    return state, replay
 
 
 class Replay:
-    """L2AC again, slowly: a copy for every pass that must leave no trace, torch.optim as it comes,
-    double backward for omega before the step, EMA and weight decay tensor by tensor.
+    """A base method, L2AC or one of its ablations again, slowly: a copy for every pass that must
+    leave no trace, torch.optim as it comes, double backward for omega before the step, EMA and
+    weight decay tensor by tensor.
 
-    A subclass has batch(step): the inputs x of L, and the two parts of L as a function of l^.
+    A subclass has batch(step): the inputs x of L, and a function l^ -> (L, loss_x, loss_u).
     """
 
-    def __init__(self, flags):
-        self.cfg = cfg = config.read([*TINY.split(), *flags.split()], self.script.__name__[6:], "",
-                                     self.script.flags, self.script.l2ac_flags)
+    def __init__(self, cfg):
+        self.cfg, self.joint = cfg, cfg.method in ("attractor", "single_level")
         self.dataset = data.load("synthetic", image_size=8)
         labeled, unlabeled = data.split(self.dataset, cfg)
         self.streams = {"labeled": data.IndexStream(labeled, 6, cfg.seed, "labeled"),
                         "unlabeled": data.IndexStream(unlabeled, 6, cfg.seed, "unlabeled"),
                         "balanced": data.BalancedStream(labeled, self.dataset.labels, 6, cfg.seed)}
         self.normalise = augment.Normalise(self.dataset.mean, self.dataset.std)
+        counts = np.bincount(self.dataset.labels[labeled])
+        log_pi = torch.from_numpy(np.log(counts / counts.sum()))
+        self.log_pi = log_pi.float()
         torch.manual_seed(cfg.seed)
         self.model = models.build("wrn-10-1", 10, 0.02)
-        vector = cfg.attractor == "vector"
-        self.attractor = BiasVector(10) if vector else BiasAttractor(10, norm=cfg.attractor_input)
-        if cfg.attractor_start == "prior":
-            logs = np.log(np.bincount(self.dataset.labels[labeled]))
-            (self.attractor if vector else self.attractor.out).bias.data += torch.from_numpy(
-                logs - logs.mean())
+        self.add_heads()
         self.ema = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.optimizer = torch.optim.Adam(self.model.parameters(), cfg.lr)
-        self.omega_optimizer = torch.optim.Adam(self.attractor.parameters(), cfg.eta)
+        if "attractor" in cfg:
+            vector = cfg.attractor == "vector"
+            f = BiasVector(10) if vector else BiasAttractor(10, norm=cfg.attractor_input)
+            if cfg.attractor_start == "prior":
+                (f if vector else f.out).bias.data += log_pi - log_pi.mean()
+            self.attractor = f
+            eta = cfg.lr if self.joint else cfg.eta
+            self.omega_optimizer = torch.optim.Adam(f.parameters(), eta)
 
     def state(self):
-        return {"model": self.model.state_dict(), "ema": self.ema,
-                "attractor": self.attractor.state_dict()}
+        state = {"model": self.model.state_dict(), "ema": self.ema}
+        if self.joint:
+            state["method"] = torch.nn.ModuleDict({"attractor": self.attractor}).state_dict()
+        elif "attractor" in self.cfg:
+            state["attractor"] = self.attractor.state_dict()
+        return state
+
+    def add_heads(self):
+        """Those of the network beside its classifier."""
+
+    def logits(self, z):
+        return self.model.classifier(z)
+
+    def adapt(self, logits):
+        """l^ of all rows."""
+        if self.joint:
+            return logits + self.attractor(logits.detach())
+        return logits + self.attractor(logits).detach() if self.cfg.method == "l2ac" else logits
 
     def take(self, stream, step):
         return self.dataset.take(self.streams[stream].batch(step))
@@ -84,33 +111,42 @@ class Replay:
     def weak(self, x, name, step):
         return augment.weak(x, self.rng(f"{name} view", step), self.normalise, self.cfg.no_flip)
 
+    def balanced(self, step):
+        x, y = self.take("balanced", step)
+        return self.weak(x, "balanced", step), y
+
+    @torch.no_grad()
     def guess(self, x):
-        """Logits that pseudo-labels come from."""
-        logits = deepcopy(self.model)(x).detach()
+        """Logits that pseudo-labels come from, by the batch's own statistics."""
+        logits = self.logits(deepcopy(self.model).features(x))
         adaptive = self.cfg.method == "l2ac" and self.cfg.pseudo_from == "adaptive"
-        return logits + self.attractor(logits).detach() if adaptive else logits
+        return logits + self.attractor(logits) if adaptive else logits
 
     def iterate(self, step):
         """One iteration: its losses as on_step shows them."""
-        cfg, (x, parts, lambda_u) = self.cfg, self.batch(step)
-
-        def lower_loss(l_hat):
-            loss_x, loss_u = parts(l_hat)
-            return loss_x + lambda_u * loss_u
+        cfg, (x, lower) = self.cfg, self.batch(step)
         z = self.model.features(x)
-        l_hat = logits = self.model.classifier(z)
-        if cfg.method == "l2ac":
-            l_hat = logits + self.attractor(logits.detach()).detach()
-        losses = dict(zip(("loss_x", "loss_u"), parts(l_hat), strict=True))
+        loss, loss_x, loss_u = lower(self.adapt(self.logits(z)))
+        losses = {"loss_x": loss_x, "loss_u": loss_u}
+        if cfg.method == "single_level":
+            x_b, y_b = self.balanced(step)
+            copy = {k: b.clone() for k, b in self.model.named_buffers()}
+            losses["loss_bal"] = F.cross_entropy(
+                torch.func.functional_call(self.model, copy, x_b), y_b)
+            loss = loss + losses["loss_bal"]
         before, optimizer = deepcopy((self.model, self.optimizer))
         self.optimizer.zero_grad()
-        lower_loss(l_hat).backward()
+        if self.joint:
+            self.omega_optimizer.zero_grad()
+        loss.backward()
         self.optimizer.step()
-        if cfg.method == "l2ac" and step % cfg.omega_every == 0:
-            x_b, y_b = self.take("balanced", step)
-            z_b = deepcopy(self.model).features(self.weak(x_b, "balanced", step)).detach()
+        if self.joint:
+            self.omega_optimizer.step()
+        elif cfg.method == "l2ac" and step % cfg.omega_every == 0:
+            x_b, y_b = self.balanced(step)
+            z_b = deepcopy(self.model).features(x_b).detach()
             losses["loss_bal"], gradient = unrolled_gradient(
-                self.attractor, lower_loss, z, before.classifier, optimizer, z_b, y_b)
+                self.attractor, lower, z, before.classifier, optimizer, z_b, y_b)
             for p, g in zip(self.attractor.parameters(), gradient, strict=True):
                 p.grad = g
             self.omega_optimizer.step()
@@ -122,41 +158,55 @@ class Replay:
 
 
 class FixMatch(Replay):
-    script, flags = train_fixmatch, " --tau 0.2 --n_strong 2"
+    """With two strong views."""
 
     def batch(self, step):
         (x_l, y_l), (x_u, _) = self.take("labeled", step), self.take("unlabeled", step)
-        views = self.cfg.n_strong
-        confidence, y_u = self.guess(self.weak(x_u, "weak", step)).softmax(1).max(1)
-        kept = (confidence >= self.cfg.tau).repeat_interleave(views)
-        targets = y_u.repeat_interleave(views)
-        x_s = augment.strong(x_u.repeat_interleave(views, 0), self.rng("strong view", step),
+        x_s = augment.strong(x_u.repeat_interleave(2, 0), self.rng("strong view", step),
                              self.normalise, 3, 4.0, self.cfg.no_flip)
+        return (torch.cat([self.weak(x_l, "labeled", step), x_s]),
+                self.lower(step, y_l, self.weak(x_u, "weak", step)))
 
-        def parts(l_hat):
-            each = F.cross_entropy(l_hat[6:], targets, reduction="none")
-            return F.cross_entropy(l_hat[:6], y_l), each[kept].sum() / (6 * views)
-        return torch.cat([self.weak(x_l, "labeled", step), x_s]), parts, self.cfg.lambda_u
+    def lower(self, step, y_l, x_w):
+        """Guess labels; then the function of l^."""
+        confidence, y_u = self.guess(x_w).softmax(1).max(1)
+
+        def lower(l_hat):
+            loss_x = F.cross_entropy(l_hat[:6], y_l)
+            loss_u = self.masked(l_hat[6:], y_u, confidence >= self.cfg.tau)
+            return loss_x + self.cfg.lambda_u * loss_u, loss_x, loss_u
+        return lower
+
+    def masked(self, strong, y, kept):
+        """Mean over all strong views of H(y, strong), where images that are not kept count as 0."""
+        each = F.cross_entropy(strong, y.repeat_interleave(2), reduction="none")
+        return each[kept.repeat_interleave(2)].sum() / 12
+
+    def soft(self, strong, q, weights):
+        """Mean over all strong views of weight H(q, strong)."""
+        return -sum(weights[r // 2] * (q[r // 2] * strong[r].log_softmax(0)).sum()
+                    for r in range(12)) / 12
 
 
 class MixMatch(Replay):
     """Mixup image by image, the losses written out."""
-    script, flags = train_mixmatch, ""
 
     def batch(self, step):
         (x_l, y_l), (x_u, _) = self.take("labeled", step), self.take("unlabeled", step)
         x_l, x_w, x_v = (self.weak(x, name, step) for x, name in (
             (x_l, "labeled"), (x_u, "weak"), (x_u, "second weak")))
-        squares = ((self.guess(x_w).softmax(1) + self.guess(x_v).softmax(1)) / 2) ** 2
-        q_u = squares / squares.sum(1)[:, None]               # temperature 1/2
+        cfg, p = self.cfg, (self.guess(x_w).softmax(1) + self.guess(x_v).softmax(1)) / 2
+        powers = p ** (1 / cfg.temperature)
+        q_u = powers / powers.sum(1)[:, None]
         g = self.rng("mixup", step)
-        share = g.beta(0.75, 0.75)
+        share = g.beta(cfg.mix_alpha, cfg.mix_alpha)
         share, partner = max(share, 1 - share), g.permutation(18)
         x, q = torch.cat([x_l, x_w, x_v]), torch.cat([torch.eye(10)[y_l], q_u, q_u])
         x, q = (torch.stack([share * t[i] + (1 - share) * t[j] for i, j in enumerate(partner)])
                 for t in (x, q))
 
-        def parts(l_hat):
-            return (-(q[:6] * l_hat[:6].log_softmax(1)).sum() / 6,
-                    ((l_hat[6:].softmax(1) - q[6:]) ** 2).sum() / 10 / 12)
-        return x, parts, self.cfg.lambda_u * step / 3
+        def lower(l_hat):
+            loss_x = -(q[:6] * l_hat[:6].log_softmax(1)).sum() / 6
+            loss_u = ((l_hat[6:].softmax(1) - q[6:]) ** 2).sum() / 10 / 12
+            return loss_x + cfg.lambda_u * step / 3 * loss_u, loss_x, loss_u
+        return x, lower

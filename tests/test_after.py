@@ -6,33 +6,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import COUNTS, PI, Replay, build, cross_entropy, rows, softmax
+from comparison import COUNTS, PI, build, cross_entropy, rows, softmax
 from conftest import checkpoint, same, train
+from replay import FixMatch, compare, run
 
 import models
 import train_fixmatch
-from attractor import BiasAttractor
 from baselines import Batch, acr, adello, cdmad
 from baselines.train import main, unlabeled_part
 from train_fixmatch import fixmatch_loss
 
 SMALL = "--iters 9 --gamma_u 100 --n1 100 --m1 100 --n_strong 2"
-WEAK, STRONG = rows([2, 1, 0.5]), rows([1, 0, 0.5])
 EQUAL, REVERSED = np.full(3, 1 / 3), PI[::-1].copy()
-
-
-def plain_of(p, tau=0.95):
-    """FixMatch's unlabeled loss with labels and mask of p, as the loop makes it."""
-    confidence, y_u = p.max(1)
-    return unlabeled_part(fixmatch_loss, y_u[:0], y_u, (confidence >= tau).double(), 1)
-
-
-def run(out, flags, script=main):
-    """(checkpoint, losses of each iteration)"""
-    losses = []
-    state = train(out, flags, script, lambda step, values: losses.append(
-        {name: value.item() for name, value in values.items()}))
-    return state, losses
 
 
 # ---------------------------------------------------------------------------------------------
@@ -58,7 +43,8 @@ def test_where_log_shares_are_added(name, labeled, unlabeled, test, counts):
     assert loss.item() == pytest.approx(cross_entropy(shifted, y.numpy()).mean(), rel=1e-6)
     loss.backward()
     np.testing.assert_allclose(logits.grad, (softmax(shifted) - np.eye(3)[y]) / 2, rtol=1e-5)
-    plain, views = plain_of(rows([0, 0, 4], [1, 0.5, 0]).softmax(1)), rows([0.5, 0, 1.5], [1, 0, 0])
+    plain = unlabeled_part(fixmatch_loss, y[:0], torch.tensor([2, 0]), rows(1, 0), 1)
+    views = rows([0.5, 0, 1.5], [1, 0, 0])
     expected = cross_entropy(views.numpy() + unlabeled * log, np.array([2, 0]))[0] / 2
     assert method.unlabeled_loss(views, plain, None).item() == pytest.approx(expected, rel=1e-6)
     x = torch.randn(4, 3, 8, 8)
@@ -82,22 +68,9 @@ def test_all_rows_is_an_attractor_that_stays_at_the_prior(tmp_path):
 # CDMAD
 
 
-@pytest.mark.parametrize("step,blank", [(19, 0), (20, 1), (99, 1)])
-def test_cdmad_subtracts_the_blank_logits(step, blank):
-    """From a fifth of 100 iterations on. Soft labels of all images, two views of each."""
-    b = np.array([[1.2, 0.1, -0.6]])
-    method = build("--method cdmad --iters 100 --tau 0.3", features=lambda x: torch.from_numpy(b))
-    batch = Batch(step, torch.zeros(6, 3, 8, 8), None, z_u=WEAK)
-    batch.p = method.refine(WEAK.softmax(1), batch)
-    q = softmax(WEAK.numpy() - blank * b)
-    np.testing.assert_allclose(batch.p, q)
-    loss = method.unlabeled_loss(STRONG.repeat(2, 1), None, batch).item()
-    assert loss == pytest.approx(cross_entropy(STRONG.numpy(), q)[0])
-    assert method.ctx.cfg.tau == 0
-
-
 def test_the_blank_image_goes_alone():
-    """In training by its own statistics, at test time by the running ones."""
+    """From a fifth of 100 iterations on. In training by its own statistics, at test time by the
+    running ones."""
     torch.manual_seed(0)
     network = models.build("wrn-10-1", 3, 0.1)
     for _ in range(3):
@@ -106,9 +79,10 @@ def test_the_blank_image_goes_alone():
     x, ones = torch.randn(4, 3, 8, 12), torch.ones(1, 3, 8, 12)
     with torch.no_grad():
         z_u, b = deepcopy(network).features(x), deepcopy(network)(ones)
+        p = network.classifier(z_u).softmax(1)
+        assert torch.equal(method.refine(p, Batch(19, x, None, z_u=z_u)), p)
         expected = (network.classifier(z_u) - b).softmax(1)
-        p = method.refine(None, Batch(50, x, None, z_u=z_u))
-        torch.testing.assert_close(p, expected)
+        torch.testing.assert_close(method.refine(p, Batch(20, x, None, z_u=z_u)), expected)
         network.eval()
         torch.testing.assert_close(method.predict(network, x), network(x) - network(ones))
         assert not torch.allclose(network(ones), b, atol=1e-3)
@@ -120,28 +94,9 @@ def test_the_blank_image_goes_alone():
 Q = np.array([0.6, 0.3, 0.1])
 
 
-def flexda_at(share, name="flexda", q=Q):
-    """The method in iteration `share` of 1000, with this Q."""
-    method = build(f"--method {name} --iters 1000 --tau 0.95")
-    method.Q.copy_(torch.from_numpy(q))
-    method.refine(rows([1, 0.5, 0]).softmax(1), Batch(round(1000 * share), None, None))
-    return method
-
-
-def target_prior(share, q=Q):
+def target_prior(share, q):
     powers = q ** (1 - 0.9 * share ** 2)
     return powers / powers.sum()
-
-
-@pytest.mark.parametrize("share", [0, 0.25, 0.5, 1])
-def test_flexda_losses(share):
-    method, q_a = flexda_at(share), target_prior(share)
-    loss = method.supervised_loss(rows([2, 1, 0]), torch.tensor([2]), 0).item()
-    expected = cross_entropy(np.array([[2, 1, 0]]) + np.log(PI / q_a), np.array([2]))[0]
-    assert loss == pytest.approx(expected, rel=1e-6)
-    loss = method.unlabeled_loss(STRONG, plain_of(rows([1, 0, 0])), None).item()
-    expected = cross_entropy(STRONG.numpy() + np.log(Q / q_a), np.array([0]))[0]
-    assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_class_that_is_never_predicted_has_finite_shifts_and_temperature():
@@ -163,20 +118,18 @@ def test_flexda_estimates_by_a_running_mean():
 
 
 def test_adello_soft_loss():
-    """One image below tau, one above, which adds nothing; two views. Before its start there is
-    none: 19 % of the run are 50,000 of 262,144 iterations."""
-    method = flexda_at(0.5, "adello")
-    T = method.T = torch.tensor(1.3).double()
+    """One image below tau, one above, which adds nothing; two views."""
+    method = build("--method adello --iters 1000")
+    T, shift = 1.3, np.array([0.3, -0.1, 0.2])
+    method.T, method.shift_u = torch.tensor(T).double(), torch.from_numpy(shift)
     p = softmax(np.array([[1, 0.5, 0], [9, 0, 0]]))
     strong = np.array([[1, 0, 0.5], [0, 1, 0], [5, 1, 2], [0, 7, 0]])
     batch = Batch(500, None, torch.tensor([2]), p=torch.from_numpy(p), mask=rows(0, 1),
                   z=torch.cat([torch.zeros(1, 3), torch.from_numpy(strong)]))
-    target = p[:1] ** (1 / T.item())
-    logits = (strong[:2] + np.log(Q / target_prior(0.5))) / T.item()
-    expected = cross_entropy(logits, np.repeat(target / target.sum(), 2, axis=0)).sum() / 4
+    target = p[:1] ** (1 / T)
+    target = np.repeat(target / target.sum(), 2, axis=0)
+    expected = cross_entropy((strong[:2] + shift) / T, target).sum() / 4
     assert method.extra_loss(batch).item() == pytest.approx(expected, rel=1e-6)
-    batch.step = 190                                          # of 191 = 1000 * 50,000 / 262,144
-    assert method.extra_loss(batch) == 0
 
 
 def test_adello_takes_its_temperature_once_and_before_the_update():
@@ -267,92 +220,67 @@ def test_acr_schedule(iters, start, period):
 # three iterations by hand
 
 
-class Shifted(Replay):
+class Shifted(FixMatch):
     """Logit adjustment of the labeled rows. Pseudo-labels come from the plain logits."""
 
-    def shift(self, logits):
-        return torch.cat([self.log_pi.expand(6, 10), torch.zeros(12, 10)])
-
-    def loss(self, step, x_l, y_l, x_w, x_s):
-        p, logits = self.guess(x_w).softmax(1), self.model(torch.cat([x_l, x_s]))
-        l_hat = logits + self.shift(logits)
-        parts = {"loss_x": F.cross_entropy(l_hat[:6], y_l), "loss_u": self.masked(
-            l_hat[6:], p.argmax(1), p.amax(1) >= self.cfg.tau)}
-        return parts["loss_x"] + self.cfg.lambda_u * parts["loss_u"], parts
+    def adapt(self, logits):
+        return torch.cat([logits[:6] + self.log_pi, logits[6:]])
 
 
-class Joint(Shifted):
-    """Omega is trained by the same Adam; the attractor reads the logits, but passes no gradient
-    back to them. The balanced batch leaves the running statistics as they are."""
-
-    def prepare(self):
-        self.attractor = BiasAttractor(10)
-        return self.attractor.parameters()
-
-    def shift(self, logits):
-        hidden = F.relu(self.attractor.hidden(logits.detach().softmax(1)))
-        return self.attractor.out(hidden)
-
-    def loss(self, *batch):
-        loss, parts = super().loss(*batch)
-        if self.cfg.method == "single_level":
-            copy = {k: b.clone() for k, b in self.model.named_buffers()}
-            logits_b = torch.func.functional_call(self.model, copy, self.x_b)
-            parts["loss_bal"] = F.cross_entropy(logits_b, self.y_b)
-            loss = loss + parts["loss_bal"]
-        return loss, parts
-
-    def compare(self, state, losses):
-        super().compare(state, losses)
-        for key, value in self.attractor.state_dict().items():
-            ours = state["method"][f"attractor.{key}"]
-            assert ((ours - value).abs() < 2e-5).float().mean() > 0.98, key
-
-
-class CDMAD(Replay):
+class CDMAD(FixMatch):
     """The first of three iterations is before the start."""
 
-    def loss(self, step, x_l, y_l, x_w, x_s):
+    def lower(self, step, y_l, x_w):
         blank = self.guess(torch.ones(1, 3, 8, 8)) if step else 0
         q = (self.guess(x_w) - blank).softmax(1)
-        logits = self.model(torch.cat([x_l, x_s]))
-        loss_x = F.cross_entropy(logits[:6], y_l)
-        loss_u = self.soft(logits[6:], q, torch.ones(6))
-        return loss_x + loss_u, {"loss_x": loss_x, "loss_u": loss_u}
+
+        def lower(logits):
+            loss_x = F.cross_entropy(logits[:6], y_l)
+            loss_u = self.soft(logits[6:], q, torch.ones(6))
+            return loss_x + self.cfg.lambda_u * loss_u, loss_x, loss_u
+        return lower
 
 
-class ADELLO(Replay):
+class ADELLO(FixMatch):
     """L_c from the second of three iterations on; a memory of ten steps."""
     Q, T = torch.full((10,), 0.1), None
 
-    def loss(self, step, x_l, y_l, x_w, x_s):
+    def lower(self, step, y_l, x_w):
         target = self.Q ** (1 - 0.9 * (step / 3) ** 2)
         target = target / target.sum()
-        weak, logits = self.guess(x_w), self.model(torch.cat([x_l, x_s]))
-        p, strong = weak.softmax(1), logits[6:] + (self.Q / target).log()
+        weak, shift = self.guess(x_w), (self.Q / target).log()
+        p = weak.softmax(1)
         kept = p.amax(1) >= self.cfg.tau
-        loss_x = F.cross_entropy(logits[:6] + self.log_pi - target.log(), y_l)
-        loss_u = self.masked(strong, p.argmax(1), kept)
-        loss = loss_x + self.cfg.lambda_u * loss_u
-        if step >= 1:
-            if self.T is None:
-                self.T = float(np.exp(-np.log(10 * self.Q.numpy()).mean()))
-            loss = loss + self.soft(strong / self.T, (weak / self.T).softmax(1), 1 - kept.float())
+        if step == 1:
+            self.T = float(np.exp(-np.log(10 * self.Q.numpy()).mean()))
         self.Q = 0.9 * self.Q + 0.1 * p.mean(0)
-        return loss, {"loss_x": loss_x, "loss_u": loss_u}
+
+        def lower(logits):
+            strong = logits[6:] + shift
+            loss_x = F.cross_entropy(logits[:6] + self.log_pi - target.log(), y_l)
+            loss_u = self.masked(strong, p.argmax(1), kept)
+            loss = loss_x + self.cfg.lambda_u * loss_u
+            if step >= 1:
+                q = (weak / self.T).softmax(1)
+                loss = loss + self.soft(strong / self.T, q, 1 - kept.float())
+            return loss, loss_x, loss_u
+        return lower
 
 
-class ACR(Replay):
+class ACR(FixMatch):
     """Start after the first iteration. No class has been seen then, so c is 2, 2/3, then by w."""
     w, D = np.full(10, 0.1), np.zeros(3)
 
-    def prepare(self):
+    def add_heads(self):
         self.model.auxiliary = torch.nn.Linear(64, 10)
         models.initialise(self.model.auxiliary)
-        return ()
 
-    def loss(self, step, x_l, y_l, x_w, x_s):
-        l1, l2 = self.guess(x_w), self.guess(x_w, "auxiliary")
+    def logits(self, z):
+        """Both heads, one beside the other."""
+        return torch.cat([self.model.classifier(z), self.model.auxiliary(z)], 1)
+
+    def lower(self, step, y_l, x_w):
+        l1, l2 = self.guess(x_w).split(10, 1)
         tau, pi = self.cfg.tau, self.log_pi.exp().double().numpy()
         reverse = np.empty(10)
         reverse[np.argsort(pi, kind="stable")] = -np.sort(-pi)
@@ -367,28 +295,30 @@ class ACR(Replay):
                                for a in (pi, np.full(10, 0.1), reverse)])
         keep1 = (p1.amax(1) >= tau) | (p0.amax(1) >= tau)
         keep2 = (p2.amax(1) >= tau) | (p12.amax(1) >= tau)
-        z = self.model.features(torch.cat([x_l, x_s]))
-        one, two = self.model.classifier(z), self.model.auxiliary(z)
-        loss_x, loss_u = F.cross_entropy(one[:6], y_l), self.masked(one[6:], p1.argmax(1), keep1)
-        extra = F.cross_entropy(two[:6] + 2 * self.log_pi, y_l) + (
-            self.cfg.lambda_u * self.masked(two[6:], p12.argmax(1), keep2))
-        return (loss_x + self.cfg.lambda_u * loss_u + extra,
-                {"loss_x": loss_x, "loss_u": loss_u})
+
+        def lower(logits):
+            one, two = logits.split(10, 1)
+            loss_x = F.cross_entropy(one[:6], y_l)
+            loss_u = self.masked(one[6:], p1.argmax(1), keep1)
+            loss_x2 = F.cross_entropy(two[:6] + 2 * self.log_pi, y_l)
+            loss_u2 = self.masked(two[6:], p12.argmax(1), keep2)
+            return loss_x + loss_x2 + self.cfg.lambda_u * (loss_u + loss_u2), loss_x, loss_u
+        return lower
 
 
 @pytest.mark.parametrize("name,replay,tau", [
-    ("la", Shifted, 0.2), ("attractor", Joint, 0.2), ("single_level", Joint, 0.2),
+    ("la", Shifted, 0.2), ("attractor", FixMatch, 0.2), ("single_level", FixMatch, 0.2),
+    ("attractor --attractor vector --attractor_start prior", FixMatch, 0.2),
     ("cdmad", CDMAD, 0.2), ("adello", ADELLO, 0.22), ("acr", ACR, 0.26), ("acr", ACR, 0.2)])
 def test_three_iterations_by_hand(tmp_path, name, replay, tau):
-    flags = (f"--method {name} --tau {tau} --n_strong 2 --iters 3 --eval_every 1 --ema 0.5 "
-             f"--weight_decay 5 --lambda_u {1 if name == 'cdmad' else 2}")
-    state, losses = run(tmp_path, flags)
-    by_hand = replay(flags)
-    by_hand.compare(state, losses)
+    state, by_hand = compare(
+        replay, tmp_path, f"--method {name} --tau {tau} --n_strong 2 --lambda_u 2")
     if (name, tau) == ("acr", 0.2):
         assert by_hand.c > 0.667                              # of a w that is not uniform
         assert state["method"]["c"].item() == pytest.approx(by_hand.c, rel=1e-4)
-    elif name != "cdmad":
+    elif name == "cdmad":
+        assert all(row["kept"] == 1 for row in state["history"])               # whatever tau is
+    else:
         assert any(0 < row["kept"] < 1 for row in state["history"])
 
 
@@ -431,11 +361,6 @@ def test_adello_where_all_images_are_sure_is_flexda(finished):
                    for m in ("adello", "flexda"))
     switched_off(ours, plain)
     assert torch.equal(ours["method"]["Q"], plain["method"]["Q"])
-
-
-def test_the_attractor_of_the_ablations_starts_as_the_flags_say():
-    bias = build("--method attractor --attractor vector --attractor_start prior").attractor.bias
-    np.testing.assert_allclose(bias.detach(), np.log(PI) - np.log(PI).mean(), rtol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------

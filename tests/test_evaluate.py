@@ -14,6 +14,7 @@ from conftest import stopped, train
 from PIL import Image
 from torch.nn.functional import one_hot
 
+import data
 import evaluate
 from support import report
 from support.shapes import SHAPES
@@ -85,10 +86,10 @@ def test_mean_of_last_20_is_a_mean_of_gms():
 
 
 def test_thirds_by_the_number_of_labeled_images():
-    recall, counts = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100], [5, 9, 9, 1, 2, 3, 4, 6, 7, 8]
+    recall, counts = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], [5, 9, 9, 1, 2, 3, 4, 6, 7, 8]
     assert evaluate.thirds(recall, counts) == pytest.approx(      # order 1 2 9 | 8 7 0 6 | 5 4 3
-        {"head": np.mean([20, 30, 100]), "middle": np.mean([90, 80, 10, 70]),
-         "tail": np.mean([60, 50, 40])})
+        {"head": np.mean([2, 4, 512]), "middle": np.mean([256, 128, 1, 64]),
+         "tail": np.mean([32, 16, 8])})
     assert evaluate.thirds([math.nan, 1.0, 2.0], [3, 2, 1])["middle"] == 1
 
 
@@ -115,7 +116,8 @@ def test_pseudo_labels_against_scikit_learn():
 # ---------------------------------------------------------------------------------------------
 # finished runs
 
-SETTING = "--n1 40 --m1 20 --gamma_l 20 --tau 0.2 --eval_every 2 --iters 4 --method "
+SETTING = ("--n1 40 --m1 20 --gamma_l 20 --tau 0.2 --ema 0 --bn_momentum 0.5 "
+           "--attractor_start prior --eval_every 2 --iters 4 --method ")
 COUNTS = [*(int(40 * 20 ** (-k / 9)) for k in range(9)), 40 // 20]     # labeled images
 LONG = [*(int(20 * 10 ** (-k / 9)) for k in range(9)), 20 // 10]       # test images, --gamma_t 10
 
@@ -161,6 +163,7 @@ def test_two_runs_side_by_side(runs, capsys):
     rows = table(capsys, runs / "none_s0", runs / "l2ac_s0")
     none, l2ac = (result(runs / name) for name in ("none_s0", "l2ac_s0"))
     assert rows["mean of the last 20"] == ["none", "l2ac", "difference"]
+    assert np.abs(np.subtract(none["recall"], l2ac["recall"])).max() > 1
     for key, label in (("bacc", "bACC"), ("gm", "GM")):
         a, b = none[key], l2ac[key]
         assert rows[label] == [f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}"]
@@ -239,10 +242,8 @@ def test_predictions_of_pictures(runs, tmp_path, capsys):
     assert capsys.readouterr().out.encode() == text
 
 
-def test_runs_on_two_devices_have_their_own_data(runs):
-    """They share what is read from the disk."""
-    here, there = (report.load_run(runs / "none_s0", device) for device in ("cpu", "meta"))
-    assert here.dataset.images.device.type == "cpu"
-    assert there.dataset.images.device.type == "meta"
-    assert here.dataset.images.device.type == "cpu"
-    assert report.load_run(runs / "none_s1").dataset.images.device.type == "cpu"
+def test_data_on_another_device_leave_the_first_alone():
+    here = data.load("synthetic", image_size=8)
+    there = here.to("meta")
+    assert {there.device.type, there.images.device.type, there.test_images.device.type} == {"meta"}
+    assert {here.device.type, here.images.device.type, here.test_images.device.type} == {"cpu"}

@@ -1,16 +1,14 @@
-"""FixMatch + L2AC: its loss, three iterations by hand, what may not change a run, exact resume, at
-which iterations it is evaluated."""
+"""FixMatch + L2AC: three iterations by hand, exact resume, at which iterations it is
+evaluated."""
 import csv
 
 import numpy as np
 import pytest
-import torch
 from conftest import own_npz, same, stopped
 from conftest import train as train_tiny
 from replay import FixMatch, compare
 
 import train_fixmatch
-from attractor import BiasAttractor
 from support import config
 from support.run import Run
 
@@ -21,47 +19,13 @@ def train(out, flags=""):
     return train_tiny(out, TAU + flags)
 
 
-def test_loss_against_numpy():
-    """Eq. 1 with loops over images; two strong views of each unlabeled one."""
-    g = np.random.default_rng(0)
-    logits, y_l, y_u = g.normal(size=(3 + 2 * 5, 4)), g.integers(4, size=3), g.integers(4, size=5)
-    mask = np.array([1.0, 0, 1, 0, 0])
-    log_p = [row - np.log(np.exp(row).sum()) for row in logits]
-    loss_x = -np.mean([log_p[i][y] for i, y in enumerate(y_l)])
-    loss_u = np.mean([-mask[i] * log_p[3 + 2 * i + view][y_u[i]] for i in range(5)
-                      for view in range(2)])
-    ours = train_fixmatch.fixmatch_loss(*map(torch.from_numpy, (logits, y_l, y_u, mask)), 0.7)
-    assert [x.item() for x in ours] == pytest.approx([loss_x + 0.7 * loss_u, loss_x, loss_u])
-
-
 @pytest.mark.parametrize("flags", [
-    "--method l2ac", "--method none", "--lambda_u 0.5 --omega_every 2 --seed 1",
+    "--method l2ac", "--method none --pseudo_from adaptive --attractor_start prior",
+    "--lambda_u 0.5 --omega_every 2 --seed 1",
     "--attractor vector --attractor_start prior --pseudo_from adaptive",
     "--attractor_input l2 --no_flip"])
 def test_three_iterations_by_hand(tmp_path, flags):
-    compare(FixMatch, tmp_path, flags)
-
-
-class Untouchable(BiasAttractor):
-    def forward(self, logits):
-        raise AssertionError("plain FixMatch and MixMatch know no attractor")
-
-
-def silent(num_classes, *rest):
-    """An attractor that adds nothing to the logits."""
-    attractor = BiasAttractor(num_classes)
-    torch.nn.init.zeros_(attractor.out.weight)
-    return attractor
-
-
-def test_plain_fixmatch_is_l2ac_without_an_attractor(tmp_path, monkeypatch):
-    """Bit for bit, if the attractor adds nothing and is not trained."""
-    monkeypatch.setattr(train_fixmatch, "build_attractor", silent)
-    l2ac = train(tmp_path / "l2ac", "--eta 0")
-    monkeypatch.setattr(train_fixmatch, "build_attractor", lambda K, *rest: Untouchable(K))
-    none = train(tmp_path / "none", "--method none")
-    for part in ("model", "ema", "optimizer"):
-        assert same(l2ac[part], none[part])
+    compare(FixMatch, tmp_path, f"{TAU} --n_strong 2 --eta 0.01 {flags}", train_fixmatch.main)
 
 
 def test_a_stopped_run_goes_on_and_a_finished_one_can_be_made_longer(tmp_path):
