@@ -129,7 +129,7 @@ def check(cfg):
     """The values that are mistyped most easily."""
     for key, low, high in (("iters", 1, 1e12), ("batch_size", 2, 1e6), ("batch_size_u", 2, 1e6),
                            ("eval_every", 1, 1e12), ("gamma_l", 1, 1e9), ("gamma_u", 1, 1e9),
-                           ("beta", 0, 1), ("ratio", 0, 1e9), ("tau", 0, 1), ("seed", 0, 2**31)):
+                           ("beta", 0, 1), ("ratio", 1e-6, 1e9), ("tau", 0, 1), ("seed", 0, 2**31)):
         value = getattr(cfg, key, None)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{key} {value:g} is not between {low:g} and {high:g}")
@@ -147,7 +147,8 @@ def default_out(cfg):
 
 def changed(cfg, p):
     """The flags that differ from the preset."""
-    plain = vars(p.parse_args([])) | {"batch_size_u": cfg.batch_size}
+    plain = vars(p.parse_args([]))
+    plain["batch_size_u"] = plain["batch_size_u"] or cfg.batch_size
     return {key: value for key, value in vars(cfg).items()
             if key in plain and value is not None and value != plain[key]}
 

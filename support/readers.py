@@ -97,7 +97,6 @@ def as_tensor(images, size):
 
 
 def evenly(number, most):
-    """At most `most` positions among `number`."""
     return np.unique(np.linspace(0, number - 1, most).astype(int))
 
 

@@ -120,7 +120,7 @@ ROWS = {"bacc": "bACC", "gm": "GM", "acc": "accuracy", "head": "recall of the he
         "middle": "recall of the middle", "tail": "recall of the tail", "kept": "kept by tau",
         "acc_kept": "right of the kept"}
 BY_CLASS = {"recall": "recall", "precision": "precision", "kept_of": "kept",
-            "precision_kept": "precision of the kept"}
+            "precision_kept": "precision, kept"}
 
 
 def grouped(runs):

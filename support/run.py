@@ -35,11 +35,10 @@ class Run:
 
     def open(self, dataset, index_l, index_u, parts, evaluate, resizable=False, milestones=(),
              after_epoch=lambda done: None, reported=lambda history, cfg: history):
-        """Take --out and restore what it holds. Returns the step to start from.
+        """Take --out and restore what it holds; returns the step to start from.
 
         parts: {name: module or optimizer}, everything that a checkpoint must hold
-        evaluate(): columns for log.csv
-        resizable: --resume may change --iters, because no schedule depends on it
+        evaluate(): columns for log.csv;  resizable: no schedule depends on --iters
         milestones, after_epoch, reported: hooks of a comparison method (baselines/__init__.py)
         """
         self.cfg.dataset_info = dataset.info | {"labels": dataset.count(index_l).tolist()}
@@ -170,7 +169,8 @@ class Run:
         lines.append(f"settings: {flags or 'the preset'} (all: {self.folder}/config.json)")
         if cfg.resume:
             lines.append(f"--resume: continues after iteration {self.start} of {cfg.iters}")
-        print("\n".join(textwrap.fill(line, 79, subsequent_indent="  ") for line in lines) + "\n")
+        print("\n".join(textwrap.fill(line, 79, subsequent_indent="  ", break_on_hyphens=False)
+                        for line in lines) + "\n")
 
     def show_progress(self, done):
         """After 20 iterations an estimate of the whole run, later a status line each second."""
@@ -265,7 +265,7 @@ def load_checkpoint(folder):
         return None
     try:
         with zipfile.ZipFile(path) as file:          # every part of it has a checksum
-            if file.testzip():
+            if file.testzip() or any(part.external_attr for part in file.infolist()):
                 raise zipfile.BadZipFile
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                       # zipfile and torch raise a dozen kinds

@@ -3,9 +3,8 @@ makes the host wait, and the log is that of the CPU.
 
 Its tensors tell Python that they are on cuda:0, and hold a CPU tensor that does the work. Every
 operation passes through `Device`, which raises where a CPU tensor meets one of the GPU and notes
-what would make the host wait. To PyTorch's C++ the tensors are those of a backend in Python,
-"pretended", which cannot be taken back: each case has a process of its own. A version of PyTorch
-without these experimental parts fails here. No speed, no kernels, no rounding of a GPU.
+what would make the host wait. To C++ they are those of a backend in Python, "pretended", which
+cannot be taken back: each case has a process of its own. Without this part of PyTorch it fails.
 """
 import json
 import sys
