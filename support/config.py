@@ -80,7 +80,7 @@ def parser(doc):
     add("--scale", choices=("paper", "mini"), help="mini: the same protocol for one CPU core")
     add("--eval_every", type=int, default=500, help="iterations between evaluations; in the last "
         "tenth of the run they are denser, and the mean of the last 20 is reported")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto: no mps")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto: CUDA, CPU")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: on CUDA")
     add("--compile", action="store_true", help="torch.compile; on CUDA with CUDA graphs")
     add("--deterministic", action="store_true", help="on CUDA: the same numbers in every run")
