@@ -40,6 +40,8 @@ def flags(p):
     add("--weight_decay", type=float, default=0.02, help="weights shrink by lr times this")
     add("--ema", type=float, default=0.999, help="decay of the averaged weights")
     add("--tau", type=float, default=0.95, help="confidence from which a pseudo-label counts")
+    add("--labels", choices=("hard", "soft"), default="hard", help="hard: pseudo-labels from tau "
+        "on; soft: of every image, its probabilities (ours)")
     add("--lambda_u", type=float, default=1.0, help="weight of the unlabeled loss")
     add("--n_strong", type=int, default=2, help="strong views of each unlabeled image, S")
     add("--ra_n", type=int, default=3, help="RandAugment: operations per image")
@@ -63,16 +65,18 @@ def l2ac_flags(p):
         help="ours: prior, the bias of its output layer starts at the centred log class counts")
 
 
-def fixmatch_loss(logits, y_l, y_u, mask, lambda_u):
+def fixmatch_loss(logits, y_l, target_u, mask, lambda_u):
     """L of Eq. 1 and its parts. logits (B+SU, K): labeled images, then S views of each other one.
 
+    target_u: labels (U,), or probabilities (U, K);  mask (U,): 1 where they count, else 0.
     The unlabeled mean is over all views: an image below the threshold counts as zero, so a batch
     with few confident images has a small loss.
     """
     labeled, unlabeled = logits.split([len(y_l), len(logits) - len(y_l)])      # (B, K), (SU, K)
-    views = len(unlabeled) // len(y_u)                                         # S
+    views = len(unlabeled) // len(mask)                                        # S
     loss_x = F.cross_entropy(labeled, y_l)
-    each = F.cross_entropy(unlabeled, y_u.repeat_interleave(views), reduction="none")    # (SU,)
+    target = target_u.repeat_interleave(views, dim=0)                          # (SU,) or (SU, K)
+    each = F.cross_entropy(unlabeled, target, reduction="none")                # (SU,)
     loss_u = (each.view(-1, views) * mask[:, None]).mean()
     return loss_x + lambda_u * loss_u, loss_x, loss_u
 
@@ -127,9 +131,12 @@ def main(argv=None, on_step=None):
             logits_u = model.classifier(features(x_w))        # (U, K)
             if l2ac and cfg.pseudo_from == "adaptive":
                 logits_u = logits_u + attractor(logits_u)     # Eq. 2
-            confidence, y_u = logits_u.softmax(1).max(1)      # (U,), (U,)
+            p = logits_u.softmax(1)                           # (U, K)
+            confidence, y_u = p.max(1)                        # (U,), (U,)
             mask = (confidence >= cfg.tau).float()            # (U,)
-        lower_loss = partial(fixmatch_loss, y_l=y_l, y_u=y_u, mask=mask, lambda_u=cfg.lambda_u)
+        target_u, mask = (y_u, mask) if cfg.labels == "hard" else (p, torch.ones_like(mask))
+        lower_loss = partial(fixmatch_loss, y_l=y_l, target_u=target_u, mask=mask,
+                             lambda_u=cfg.lambda_u)
 
         # 3) Lower level: theta and phi make one step on L; omega is constant here.
         z = features(torch.cat([x_l, x_s]))                   # (B+SU, D)

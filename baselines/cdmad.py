@@ -2,7 +2,7 @@
 
     b = l(blank)                          its logits for one blank image, measured anew at each step
     q = softmax(l(weak view) - b)         pseudo-labels, from a fifth of the run on; before, b = 0
-    L = mean H(y, l(x)) + mean H(q, l(strong view))      q is soft and every image counts: tau = 0
+    L = mean H(y, l(x)) + mean H(q, l(strong view))      q is soft, every image counts
     test: argmax l(x) - b                 l and b of the EMA
 
 The losses see l itself. Post-hoc logit adjustment subtracts log N_k, a constant; b needs no counts
@@ -14,7 +14,6 @@ light grey, and it goes through the network alone, normalised by its own statist
 the running ones. Here it leaves no trace in the running statistics.
 """
 import torch
-import torch.nn.functional as F
 
 from baselines import Method
 
@@ -24,14 +23,7 @@ START = 0.2                                          # share of the run before b
 class CDMAD(Method):
     @staticmethod
     def flags(p):
-        p.add_argument("--cdmad_targets", choices=("soft", "hard"), default="soft",
-                       help="soft labels of all images, whatever --tau is, or FixMatch's hard ones "
-                       "above --tau")
-
-    @staticmethod
-    def check(cfg):
-        if cfg.cdmad_targets == "soft":
-            cfg.tau = 0.0                            # every image counts, whatever --tau is
+        p.set_defaults(labels="soft")
 
     def refine(self, p, batch):
         """The loop freezes BatchNorm's running statistics around this call."""
@@ -40,12 +32,6 @@ class CDMAD(Method):
         classify, blank = self.ctx.model.classifier, torch.ones_like(batch.x_l[:1])
         b = classify(self.ctx.features(blank))                                 # (1, K)
         return (classify(batch.z_u) - b).softmax(1)                            # (U, K)
-
-    def unlabeled_loss(self, logits, plain, batch):
-        if self.ctx.cfg.cdmad_targets == "hard":
-            return plain(logits)
-        views = len(logits) // len(batch.p)
-        return F.cross_entropy(logits, batch.p.repeat_interleave(views, dim=0))
 
     @staticmethod
     def predict(model, x):

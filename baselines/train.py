@@ -160,10 +160,11 @@ def main(argv=None, on_step=None, own=None):
             lambda_u = cfg.lambda_u * now / end
             plain = unlabeled_part(mixmatch_loss, q[len(y_l):], 0, 1)
 
-        if base in ("pseudolabel", "fixmatch"):               # hard labels above the threshold
+        if base in ("pseudolabel", "fixmatch"):
             confidence, batch.y_u = batch.p.max(1)            # (U,), (U,)
-            batch.mask = (confidence >= cfg.tau).float()      # (U,)
-            plain = unlabeled_part(fixmatch_loss, y_l[:0], batch.y_u, batch.mask, 1)
+            hard, mask = cfg.labels == "hard", (confidence >= cfg.tau).float()
+            target_u, batch.mask = (batch.y_u, mask) if hard else (batch.p, torch.ones_like(mask))
+            plain = unlabeled_part(fixmatch_loss, y_l[:0], target_u, batch.mask, 1)
 
         # 3) One step.
         logits = method.adapt(logits)

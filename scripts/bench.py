@@ -51,7 +51,7 @@ def train_full_unroll(argv, on_step):
                      normalise, cfg.ra_n, cfg.ra_m)
         with models.frozen_bn_stats(model), torch.no_grad():
             confidence, y_u = model(x_w).softmax(1).max(1)
-        lower_loss = partial(train_fixmatch.fixmatch_loss, y_l=y_l, y_u=y_u,
+        lower_loss = partial(train_fixmatch.fixmatch_loss, y_l=y_l, target_u=y_u,
                              mask=(confidence >= cfg.tau).float(), lambda_u=cfg.lambda_u)
         logits = model(torch.cat([x_l, x_s]))
         with models.frozen_bn_stats(model):

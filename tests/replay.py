@@ -169,11 +169,14 @@ class FixMatch(Replay):
 
     def lower(self, step, y_l, x_w):
         """Guess labels; then the function of l^."""
-        confidence, y_u = self.guess(x_w).softmax(1).max(1)
+        p = self.guess(x_w).softmax(1)
+        confidence, y_u = p.max(1)
 
         def lower(l_hat):
             loss_x = F.cross_entropy(l_hat[:6], y_l)
             loss_u = self.masked(l_hat[6:], y_u, confidence >= self.cfg.tau)
+            if self.cfg.labels == "soft":
+                loss_u = self.soft(l_hat[6:], p, torch.ones(6))
             return loss_x + self.cfg.lambda_u * loss_u, loss_x, loss_u
         return lower
 

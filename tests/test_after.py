@@ -349,7 +349,7 @@ def test_a_method_that_is_switched_off_is_fixmatch(tmp_path, finished, monkeypat
     FlexDA without shifts; ACR without a shift and without the loss of its second head."""
     for replaced in OFF[name]:
         monkeypatch.setattr(*replaced)
-    flags = f"{SMALL} --tau 0.2 --method {name}" + " --cdmad_targets hard" * (name == "cdmad")
+    flags = f"{SMALL} --tau 0.2 --method {name}" + " --labels hard" * (name == "cdmad")
     state = train(tmp_path, flags, main)
     switched_off(state, checkpoint(finished(f"{SMALL} --tau 0.2 --method none")))
     estimate = state["method"].get({"acr": "w", "flexda": "Q"}.get(name))

@@ -23,7 +23,7 @@ def train(out, flags=""):
     "--method l2ac", "--method none --pseudo_from adaptive --attractor_start prior",
     "--lambda_u 0.5 --omega_every 2 --seed 1",
     "--attractor vector --attractor_start prior --pseudo_from adaptive",
-    "--attractor_input l2 --no_flip"])
+    "--attractor_input l2 --no_flip", "--labels soft"])
 def test_three_iterations_by_hand(tmp_path, flags):
     compare(FixMatch, tmp_path, f"{TAU} --n_strong 2 --eta 0.01 {flags}", train_fixmatch.main)
 
