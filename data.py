@@ -6,6 +6,7 @@ every draw is a function of (seed, purpose, step), so a resumed run draws the sa
 No files (support/readers.py), no augmentation (support/augment.py), no networks, no losses.
 """
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor
@@ -43,6 +44,7 @@ class Dataset:
     names: list                # K class names
     mean: tuple                # per channel, of images in [0, 1]
     std: tuple
+    tracks: np.ndarray = None  # (N,) or None: frames of one film have the same number
     device: torch.device = torch.device("cpu")
 
     @property
@@ -62,7 +64,7 @@ class Dataset:
         images, test_images = (x.to(device) if x.nbytes < 2**30 else x
                                for x in (self.images, self.test_images))
         return Dataset(images, self.labels, test_images, self.test_labels.to(device), self.names,
-                       self.mean, self.std, torch.device(device))
+                       self.mean, self.std, self.tracks, torch.device(device))
 
     def take(self, index, labels=None):
         """(B,) -> images (B, 3, H, W) uint8 and labels (B,), by default the true ones."""
@@ -162,13 +164,20 @@ def split(dataset, cfg):
 
 
 def draw_members(dataset, seed, k, n, m):
-    """n + m images of class k."""
+    """n + m images of class k: first one of each track, then a second one of each, and so on."""
     members = np.flatnonzero(dataset.labels == k)
     if n < 1 or n + m > len(members):
         raise UserError(f"--n1, --gamma_l, --m1, --gamma_u (or --beta, --ratio) ask for {n} "
                         f"labeled and {m} unlabeled images of class {k} ({dataset.names[k]}), "
                         f"which has {len(members)}; at least 1 must be labeled")
-    return rng(seed, "split", k).permutation(members)[:n + m]
+    drawn = rng(seed, "split", k).permutation(members)
+    if dataset.tracks is not None:
+        earlier, seen = [], Counter()                # earlier images of the same track
+        for track in dataset.tracks[drawn].tolist():
+            earlier.append(seen[track])
+            seen[track] += 1
+        drawn = drawn[np.argsort(earlier, kind="stable")]
+    return drawn[:n + m]
 
 
 # ---------------------------------------------------------------------------------------------

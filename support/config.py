@@ -25,6 +25,7 @@ PRESETS = {  # any other name is the user's own data, taken as it is
     "sun397": dict(ratio=2.0, model="resnet34", image_size=224, batch_size=128, batch_size_u=256,
                    iters=69_300, eval_every=231, ema=0.99, bn_momentum=0.1, tau=0.6,
                    ra_m="random", attractor_input="l2"),
+    "gtsrb": dict(ratio=40.0, no_flip=True),         # traffic signs: every class divided alike
     "own .npz": dict(image_size=None),
     "own folder": dict(),
 }
@@ -33,7 +34,8 @@ PRESETS = {  # any other name is the user's own data, taken as it is
 MINI = dict(model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=100,
             n_strong=1, threads=1)
 SMALL = ("digits", "synthetic")                      # mini by default, and smaller still
-MINI_SMALL = dict(iters=1200, batch_size=32, eval_every=60)
+MINI_OF = dict.fromkeys(SMALL, dict(iters=1200, batch_size=32, eval_every=60)) | {
+    "gtsrb": dict(image_size=24)}
 # An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4
 # it could move by 25 in the paper's run, but in a miniature by 0.2 at most.
 MINI_VECTOR = dict(eta=1e-2)
@@ -56,8 +58,8 @@ def parser(doc):
                formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = p.add_argument_group("data").add_argument
     add("--dataset", default="digits", metavar="NAME",
-        help="digits (no download), synthetic, cifar10, cifar100, stl10, sun397, an .npz file, or "
-        "a folder with train/<class>/*, test/<class>/* and, if you have some, unlabeled/*")
+        help="digits (no download), synthetic, cifar10, cifar100, stl10, sun397, gtsrb, an .npz "
+        "file, or a folder with train/<class>/*, test/<class>/* and, if you have some, unlabeled/*")
     add("--data_dir", default="data", help="where the datasets are")
     add("--gamma_l", type=float, help="N_1 / N_K of the labeled set")
     add("--gamma_u", type=float, help="M_1 / M_K of the unlabeled set")
@@ -81,7 +83,8 @@ def parser(doc):
     add("--eval_every", type=int, default=500, help="iterations between evaluations; in the last "
         "tenth of the run they are denser, and the mean of the last 20 is reported")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto: CUDA, CPU")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: on CUDA")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="of the network's passes; bfloat16 on CUDA and on CPUs that have it")
     add("--compile", action="store_true", help="torch.compile; on CUDA with CUDA graphs")
     add("--deterministic", action="store_true", help="on CUDA: the same numbers in every run")
     add("--threads", type=int, default=0, help="of the CPU (0: torch decides)")
@@ -114,7 +117,7 @@ def presets(chosen, scale):
     own = "own folder" if Path(chosen.dataset).is_dir() else "own .npz"
     table = PRESETS.get(chosen.dataset, PRESETS[own])
     if scale == "mini":
-        table = table | MINI | (MINI_SMALL if chosen.dataset in SMALL else {})
+        table = table | MINI | MINI_OF.get(chosen.dataset, {})
         table |= MINI_VECTOR if getattr(chosen, "attractor", "mlp") == "vector" else {}
     if chosen.ratio is not None:                     # in place of counts
         table = table | dict.fromkeys(COUNTS)
@@ -161,8 +164,10 @@ def pick_device(cfg):
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this machine or this PyTorch has none; use --device cpu")
-    if cfg.dtype == "bfloat16" and cfg.device != "cuda":
-        raise UserError("--dtype bfloat16 needs CUDA; use --dtype float32")
+    if cfg.dtype == "bfloat16" and not (
+            cfg.device == "cuda" or cfg.device == "cpu" and torch.cpu._is_avx512_bf16_supported()):
+        raise UserError("--dtype bfloat16 needs CUDA or a CPU with AVX512-BF16; here it would be "
+                        "emulated, so use --dtype float32")
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
         # Only a warning for the rest: augment.py's sums of whole numbers, exact in any order.

@@ -1,13 +1,16 @@
 """Where images come from: archives by way of torchvision, .npz files, folders of pictures.
 
-A reader returns x_train, y_train, x_test, y_test and, where there are any, x_unlabeled and names.
+A reader returns x_train, y_train, x_test, y_test and, where there are any, x_unlabeled, names and
+track (N,): frames of one film, nearly the same picture, have the same number.
 x is (N, H, W, 3) uint8 or, for pictures, an object array of N paths. Pictures are decoded once,
 into an array on disk that is then mapped into memory.
 """
+import csv
 import hashlib
 import os
 import sys
 import warnings
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +19,21 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torchvision import datasets
+from torchvision.datasets.utils import download_and_extract_archive
 
 from support import UserError
 from support.shapes import SHAPES, synthetic
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
 STL10 = "airplane bird car cat deer dog horse monkey ship truck".split()
+GTSRB = [*(f"{speed} km/h" for speed in (20, 30, 50, 60, 70, 80)), "end of 80 km/h", "100 km/h",
+         "120 km/h", "no passing", "no passing (trucks)", "priority here", "priority road", "yield",
+         "stop", "no vehicles", "no trucks", "no entry", "danger", "curve left", "curve right",
+         "double curve", "bumpy road", "slippery road", "road narrows", "road works",
+         "traffic lights", "pedestrians", "children", "bicycles", "ice or snow", "wild animals",
+         "end of limits", "turn right", "turn left", "ahead only", "ahead or right",
+         "ahead or left", "keep right", "keep left", "roundabout", "end of no passing",
+         "end of no passing (trucks)"]
 BUILT_IN = {  # class names (None: the reader knows them), mean and standard deviation per channel
     "digits": (None, (0.3053, 0.3053, 0.3053), (0.3760, 0.3760, 0.3760)),
     "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
@@ -29,10 +41,12 @@ BUILT_IN = {  # class names (None: the reader knows them), mean and standard dev
     "cifar100": (None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     "stl10": (STL10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),    # CIFAR-10's
     "sun397": (None, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),          # ImageNet's
+    "gtsrb": (GTSRB, (0.3403, 0.3121, 0.3214), (0.2724, 0.2608, 0.2669)),
 }
 HELD_OUT = {"digits": 40, "sun397": 50}    # test images of a class, where there is no test set
 ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz",
-            "stl10": "stl10_binary.tar.gz", "sun397": "SUN397.tar.gz"}
+            "stl10": "stl10_binary.tar.gz", "sun397": "SUN397.tar.gz",
+            "gtsrb": "GTSRB_Final_{Training_Images,Test_Images,Test_GT}.zip"}
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 
@@ -75,7 +89,7 @@ def load(name, data_dir, image_size, rng):
         std = some.std((0, 2, 3), correction=0).clamp_min(1e-3).tolist()
     return {"images": images[:len(labels)], "labels": labels, "test_images": images[len(labels):],
             "test_labels": torch.from_numpy(arrays["y_test"].astype(np.int64)),
-            "names": names, "mean": mean, "std": std}
+            "names": names, "mean": mean, "std": std, "tracks": arrays.get("track")}
 
 
 def hold_out_test(arrays, number, rng):
@@ -131,6 +145,9 @@ def read_npz(path, flag="--dataset", needed=("x_train", "y_train", "x_test", "y_
                 or y.max() >= len(np.unique(arrays["y_train"]))):
             raise UserError(f"--dataset {path}: {key} must be {n} class numbers, one per image, "
                             f"from 0 without a gap, of classes that y_train has")
+    if "track" in arrays and arrays["track"].shape != arrays["y_train"].shape:
+        raise UserError(f"--dataset {path}: track is not one number "
+                        f"per image of x_train")
     return arrays
 
 
@@ -157,13 +174,39 @@ def read_archive(name, data_dir):
             parts = {part: read(split=part) for part in ("train", "test", "unlabeled")}
             return ({f"x_{part}": stl.data.transpose(0, 2, 3, 1) for part, stl in parts.items()}
                     | {f"y_{part}": stl.labels for part, stl in parts.items()})
+        if name == "gtsrb":
+            return read_gtsrb(data_dir)
         train, test = read(train=True), read(train=False)
         return {"x_train": train.data, "y_train": np.array(train.targets), "x_test": test.data,
                 "y_test": np.array(test.targets), "names": train.classes}
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, zipfile.BadZipFile) as error:
         raise UserError(f"--dataset {name}: {data_dir} holds neither {name}.npz nor a complete "
                         f"{ARCHIVES[name]}, and the download failed ({type(error).__name__}); put "
                         f"one of them there, or use --dataset digits, which needs none") from error
+
+
+def read_gtsrb(data_dir):
+    """Traffic signs: 43 classes, a natural long tail. A track is about 30 frames of one sign."""
+    top = data_dir / "gtsrb"
+    if not top.exists():                      # unpacked elsewhere first: it is whole or not there
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=data_dir) as scratch:
+            for part in ("Training_Images", "Test_Images", "Test_GT"):
+                download_and_extract_archive(
+                    "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370/"
+                    f"GTSRB_Final_{part}.zip", data_dir, scratch)
+            os.rename(scratch, top)
+            os.mkdir(scratch)                 # what is left to clean up
+    train = sorted(top.glob("GTSRB/Final_Training/Images/*/*.ppm"))    # <class>/<track>_<frame>
+    with open(top / "GT-final_test.csv") as file:
+        test = list(csv.DictReader(file, delimiter=";"))
+    labels = [int(path.parent.name) for path in train]
+    return {"x_train": np.array(train, object), "y_train": np.array(labels),
+            "x_test": np.array([top / "GTSRB/Final_Test/Images" / row["Filename"] for row in test],
+                               object),
+            "y_test": np.array([int(row["ClassId"]) for row in test]),
+            "track": np.array([int(path.name[:5]) + 10**5 * k
+                               for path, k in zip(train, labels, strict=True)])}
 
 
 def list_pictures(top, skipped):

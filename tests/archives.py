@@ -1,8 +1,9 @@
-"""Small files of the real formats: archives of CIFAR, STL-10 and SUN397, folders of pictures."""
+"""Small files of the real formats: archives of every dataset, folders of pictures."""
 import hashlib
 import io
 import pickle
 import tarfile
+import zipfile
 
 import numpy as np
 from PIL import Image
@@ -18,11 +19,15 @@ def noise(*shape):
     return G.integers(0, 256, shape, dtype=np.uint8)
 
 
-def write_tar(folder, monkeypatch, reader, archive, files):
-    """files: {name: bytes}. torchvision's reader is told their checksums, and has no network."""
+def no_network(monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no network")
     monkeypatch.setattr("torchvision.datasets.utils._urlretrieve", fail)
+
+
+def write_tar(folder, monkeypatch, reader, archive, files):
+    """files: {name: bytes}. torchvision's reader is told their checksums, and has no network."""
+    no_network(monkeypatch)
     with tarfile.open(folder / archive, "w:gz", compresslevel=1) as tar:
         for name, blob in files.items():
             info = tarfile.TarInfo(name)
@@ -77,6 +82,28 @@ def write_sun397(folder, monkeypatch):
              for k, (c, n) in enumerate(SUN.items()) for i in range(n)}
     files["SUN397/ClassName.txt"] = "\n".join([*SUN, ""]).encode()
     write_tar(folder, monkeypatch, datasets.SUN397, "SUN397.tar.gz", files)
+
+
+def write_gtsrb(folder, monkeypatch):
+    """43 classes of two tracks with two frames of grey level 5 k + 2 track + frame; a test picture
+    of each, in another order."""
+    def ppm(level):
+        file = io.BytesIO()
+        Image.fromarray(np.full((9, 12, 3), level, np.uint8)).save(file, "PPM")
+        return file.getvalue()
+    images, test = "GTSRB/Final_Training/Images", "GTSRB/Final_Test/Images"
+    train = {f"{images}/{k:05}/{t:05}_{f:05}.ppm": ppm(5 * k + 2 * t + f)
+             for k in range(43) for t in range(2) for f in range(2)}
+    header, order = "Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId", range(42, -1, -1)
+    table = [f"{i:05}.ppm;12;9;1;1;10;8;{k}" for i, k in enumerate(order)]
+    for part, files in {
+            "Training_Images": train | {f"{images}/00000/GT-00000.csv": header.encode()},
+            "Test_Images": {f"{test}/{i:05}.ppm": ppm(5 * k) for i, k in enumerate(order)},
+            "Test_GT": {"GT-final_test.csv": "\r\n".join([header, *table]).encode()}}.items():
+        with zipfile.ZipFile(folder / f"GTSRB_Final_{part}.zip", "w") as archive:
+            for name, blob in files.items():
+                archive.writestr(name, blob)
+    no_network(monkeypatch)
 
 
 def write_folder(root, each=4, unlabeled=5, test=2):

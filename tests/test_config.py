@@ -1,9 +1,12 @@
 """Flags: the paper's values, presets, the default run folder."""
+from contextlib import nullcontext
+
 import pytest
+import torch
 
 import train_fixmatch
 import train_mixmatch
-from support import config
+from support import UserError, config
 
 
 def read(text="", script=train_fixmatch, base="fixmatch"):
@@ -29,6 +32,14 @@ def test_a_flag_wins_over_presets_and_counts_over_a_ratio():
     assert (cfg.ratio, cfg.n1, cfg.m1, cfg.gamma_l, cfg.gamma_u) == (2, None, None, None, None)
     cfg = read("--dataset sun397 --n1 40 --m1 60 --gamma_l 2 --gamma_u 1")   # whose preset is 2
     assert (cfg.ratio, cfg.n1, cfg.m1, cfg.gamma_l, cfg.gamma_u) == (None, 40, 60, 2, 1)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_bfloat16_on_the_cpu_where_it_is_not_emulated(can, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: can)
+    cfg = read("--dtype bfloat16 --device cpu")
+    with nullcontext() if can else pytest.raises(UserError, match="--dtype bfloat16.*--dtype"):
+        assert config.pick_device(cfg).type == "cpu"
 
 
 def test_different_settings_have_different_folders():

@@ -87,6 +87,19 @@ def test_images_of_a_class_are_drawn_by_seed():
     assert len(set(a[0]) & set(c[0])) < 0.3 * len(a[0])
 
 
+def test_labeled_images_come_from_as_many_tracks_as_they_are():
+    """Class 0: 40 tracks of 5 frames for 30 labels, a frame each; the last class: 3 labels, 2
+    tracks of 100. No image is lost or taken twice: `counted` sees to that."""
+    dataset = like([200] * 10)
+    dataset.tracks = np.empty(2000, int)
+    dataset.tracks[np.argsort(dataset.labels)] = np.r_[np.r_[:1800] // 5,
+                                                      np.r_[:200] // 100 + 1000]
+    labeled, _ = data.split(dataset, flags())
+    tracks = [dataset.tracks[labeled[dataset.labels[labeled] == k]] for k in range(10)]
+    assert [len(set(t)) for t in tracks] == [*long_tail(30, 10, 10)[:9], 2]
+    assert counted(dataset) == (long_tail(30, 10, 10), long_tail(60, 10, 5), 0)
+
+
 @pytest.mark.parametrize("pool", ["disjoint", "union"])
 def test_the_datasets_own_unlabeled_images(pool):
     """STL-10: all of them are taken, and as many labeled ones as the flags say. Without flags the

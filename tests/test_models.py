@@ -104,6 +104,14 @@ def test_running_statistics(name, first):
     assert {norm.momentum for norm in models.norms(model)} == {0.25}
 
 
+def test_bfloat16_passes():
+    """8 bits of mantissa, so a few parts in a thousand after a few layers, and float32 again."""
+    model, x = models.build("wrn-10-1", 10), torch.randn(16, 3, 8, 8)
+    exact, z = (models.feature_pass(model, torch.device("cpu"), dtype)(x)
+                for dtype in ("float32", "bfloat16"))
+    assert z.dtype == torch.float32 and 1e-4 < ((z - exact).norm() / exact.norm()) < 0.03
+
+
 @pytest.mark.parametrize("device,mode", [("cuda", "reduce-overhead"), ("cpu", None)])
 def test_compiled_passes(monkeypatch, device, mode):
     """A CUDA graph has one memory for its results; the next pass must not change what this one

@@ -61,6 +61,35 @@ def test_sun397(tmp_path, monkeypatch):
         assert sorted(number[labels == k].tolist()) == list(range(n))
 
 
+def test_gtsrb(tmp_path, monkeypatch):
+    archives.write_gtsrb(tmp_path, monkeypatch)
+    for _ in range(2):                                       # unpacked, then as it lies there
+        d = data.load("gtsrb", tmp_path, image_size=8)
+        tracks, labels = np.arange(172) // 2, np.arange(172) // 4
+        assert d.labels.tolist() == labels.tolist()
+        assert len(d.names) == 43 and (d.names[14], d.names[38]) == ("stop", "keep right")
+        grey = np.arange(172) % 4 + 5 * labels
+        assert d.images[:, 0, 4, 4].tolist() == grey.tolist()
+        assert d.test_labels.tolist() == list(range(42, -1, -1))
+        assert d.test_images[:, 2, 0, 0].tolist() == [5 * k for k in range(42, -1, -1)]
+        assert len(set(zip(tracks, d.tracks, strict=True))) == len(set(d.tracks)) == 86
+
+
+@pytest.mark.parametrize("part", ["Training_Images", "Test_GT"])
+@pytest.mark.parametrize("damage", [0, 300, "a byte"])       # gone, cut off, flipped
+def test_a_broken_gtsrb_archive_leaves_nothing_behind(tmp_path, monkeypatch, part, damage):
+    archives.write_gtsrb(tmp_path, monkeypatch)
+    path = tmp_path / f"GTSRB_Final_{part}.zip"
+    blob = bytearray(path.read_bytes())
+    blob[100] ^= 1                                           # in the first file's content
+    path.write_bytes(blob if damage == "a byte" else blob[:damage])
+    if not damage:
+        path.unlink()
+    with pytest.raises(UserError, match="--dataset gtsrb: .*GTSRB_Final_.*download failed"):
+        data.load("gtsrb", tmp_path)
+    assert not (tmp_path / "gtsrb").exists()
+
+
 def test_digits_are_scikit_learns_with_a_test_set_of_40_a_class():
     d, digits = data.load("digits"), load_digits()
     x = (510 * digits.images.astype(int) + 16) // 32         # v / 16 of 255, rounded half up
@@ -108,7 +137,8 @@ def test_npz(tmp_path, dtype):
     (dict(y_train=np.arange(300) / 100), "y_train"), (dict(y_test=-np.ones(12, int)), "y_test"),
     (dict(y_train=np.arange(300) % 3 * 2), "y_train"), (dict(y_test=np.arange(12)), "y_test"),
     (dict(y_train=np.zeros(300, int), y_test=np.zeros(12, int)), "1 class"),
-    (dict(names=np.array(["a", "b"])), "2 name"), (dict(names=np.array(list("aba"))), "2 name"),
+    (dict(track=np.arange(9)), "track"), (dict(names=np.array(["a", "b"])), "2 name"),
+    (dict(names=np.array(list("aba"))), "2 name"),
     (dict(names=np.array(["a", "b", None])), "allow_pickle")])
 def test_wrong_npz(tmp_path, change, named):
     save(tmp_path / "own.npz", **change)
