@@ -1,10 +1,11 @@
 """From finished runs to results/*.jsonl, and from there to the tables of README.md and docs/.
 
 A line is a run: its command, what it reports, `last` (its last evaluation), `tests` (imbalanced
-test sets), and by class `recall`, `kept` (share of the unlabeled images that count with this
-label), `right` (share of these that have it) and `bias` (what the attractor adds): means over the
-reported evaluations, and in `by_tenth` at the end of each tenth of the run. No table is written
-from recipes.jsonl and other.jsonl, runs of flags and rules that are gone.
+test sets), and by class `labels`, `unlabeled` (numbers of images), `recall`, `kept` (share of the
+unlabeled images that count with this label), `right` (share of these that have it) and `bias` (what
+the attractor adds): means over the reported evaluations, and in `by_tenth` at the end of each tenth
+of the run. No table is written from recipes.jsonl and other.jsonl, runs of flags and rules that are
+gone.
 """
 import json
 import re
@@ -118,6 +119,7 @@ def read_run(folder):
     line |= {key: result[key] for key in ("bacc", "gm", "acc", "evaluations")}
     line |= {"reported_from": int(log["iter"][-count]),
              "last": {key: log[key][-1] for key in ("bacc", "gm")}}
+    line |= {key: cfg["dataset_info"][key] for key in ("labels", "unlabeled")}
     for kind in sorted({cell.test for cell in cells} - {""}):
         _, numbers = evaluate.on_imbalanced(report.load_run(folder), kind, gamma=10, seed=0)
         line.setdefault("tests", {})[kind] = {key: numbers[key] for key in ("bacc", "gm", "acc")}

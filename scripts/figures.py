@@ -20,6 +20,7 @@ from torchvision.utils import make_grid
 import data
 import evaluate
 from scripts import study
+from scripts.collect import runs_of
 from scripts.tables import TABLES
 from support import UserError, augment, config, exit_cleanly, report
 
@@ -343,7 +344,7 @@ def found(ax, runs, counts):
 
 def study_figure(*rows):
     """A row of panels for each function, a column for each setting of the digits."""
-    settings = {cell.column: study.labeled_counts(cell) for cell in TABLES["attractor"]
+    settings = {cell.column: np.array(runs_of(cell)[0]["labels"]) for cell in TABLES["attractor"]
                 if cell.dataset == "digits"}
     figure, axes = plt.subplots(len(rows), len(settings), figsize=(WIDTH, 0.6 + 2.3 * len(rows)),
                                 squeeze=False, sharey="row")

@@ -8,16 +8,21 @@ with log N_k and with log pi_eff,k: least squares over the K classes, both sides
 """
 import numpy as np
 
-import data
-from scripts.collect import configuration, difference_text, grid, mean_text, runs_of, table_of
+from scripts.collect import difference_text, grid, mean_text, runs_of, table_of
 from scripts.tables import TABLES
 
-TAIL = slice(-3, None)                                   # the three classes with the fewest labels
-BASES = {"supervised": "Vanilla", "mixmatch": "MixMatch", "fixmatch": "FixMatch"}
+LABELS_ONLY = ("Vanilla", "Labels alone", "Labels only")
+BASES = {"mixmatch": "MixMatch", "fixmatch": "FixMatch"}
 L2AC, PRIOR, VECTOR = "**w/ L2AC**", "w/ L2AC, prior start (ours)", "w/ L2AC, vector"
 LABELED, ALL = "w/ LA, labeled rows", "w/ LA, all rows"
 PAIRS = (("FixMatch", "Labels alone"), (L2AC, "FixMatch"), (L2AC, LABELED), (L2AC, ALL),
          (L2AC, VECTOR), (VECTOR, ALL), (PRIOR, L2AC), (PRIOR, ALL))
+SOFT, SOFT_PRIOR, CDMAD = "w/ L2AC, soft", "w/ L2AC, prior start, soft (ours)", "w/ CDMAD"
+SINGLE = "w/ L2AC, single level"
+SOFT_PAIRS = (("FixMatch, soft", "FixMatch"), (f"{LABELED}, soft", LABELED), (f"{ALL}, soft", ALL),
+              (f"{SINGLE}, soft", SINGLE), (SOFT, L2AC), (SOFT_PRIOR, PRIOR),
+              (CDMAD, f"{CDMAD}, hard"), (SOFT, "FixMatch, soft"), (SOFT, CDMAD),
+              (SOFT_PRIOR, CDMAD), (L2AC, f"{CDMAD}, hard"))
 COLUMNS = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
            "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
            "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
@@ -32,7 +37,7 @@ def difference(ours, theirs):
 
 def beside(cell, row):
     """The runs of another row of the table, with the same base if it has one, in this column."""
-    base = "supervised" if row in ("Vanilla", "Labels alone") else cell.base
+    base = "supervised" if row in LABELS_ONLY else cell.base
     place = base, row, cell.column, cell.dataset
     return runs_of(next(other for other in TABLES[cell.table] if place == (
         other.base, other.row, other.column, other.dataset)))
@@ -40,8 +45,11 @@ def beside(cell, row):
 
 def gain(cell):
     """Of a method over its base, of a base over the labels alone."""
-    reference = "Vanilla" if cell.row in BASES.values() else BASES[cell.base]
-    return "" if cell.row == reference else difference(runs_of(cell), beside(cell, reference))
+    if cell.row in LABELS_ONLY:
+        return ""
+    on_labels = cell.base == "supervised" or cell.row in BASES.values()
+    plain = next(other.row for other in TABLES[cell.table] if other.row in LABELS_ONLY)
+    return difference(runs_of(cell), beside(cell, plain if on_labels else BASES[cell.base]))
 
 
 def lead(cell):
@@ -57,7 +65,7 @@ def lead_over_parts(cell):
 def labels(cell):
     """Of the unlabeled images how many count, of these how many are right, and of the images of the
     tail how many do both, in percent."""
-    runs = [described(cell, line) for line in runs_of(cell).values()]
+    runs = [described(line) for line in runs_of(cell).values()]
     if not runs or "kept" not in runs[0]:
         return ""
     right = [run["right"] for run in runs if "right" in run]             # where any label counts
@@ -87,27 +95,23 @@ def fits(added, counts, kept):
             "predicted": fit(log_eff, log_n)[0], "log_eff": log_eff - log_eff.mean()}
 
 
-def labeled_counts(cell):
-    cfg = configuration(cell.command("mini", 0))
-    return np.array(data.class_counts(cfg["n1"], 10, cfg["gamma_l"]))                # (K,)
-
-
-def described(cell, line):
+def described(line):
     """What the tables say of a run: its pseudo-labels in percent, where it has some, and what the
-    attractor adds, where there is one."""
+    attractor adds, where there is one. The tail is the third of the classes with the fewest labels.
+    """
     numbers = {key: line[key] for key in ("seed", "bacc", "gm")}
     if line.get("kept", [None])[0] is None:                              # labels alone, cRT
         return numbers
-    cfg = configuration(cell.command("mini", 0))
-    shares = np.array(data.class_counts(cfg["m1"], 10, cfg["gamma_u"], reverse=cfg["reverse_u"]))
-    shares = shares / shares.sum()                                       # (K,)
+    counts, unlabeled = np.array([line["labels"], line["unlabeled"]])    # (K,) each
+    shares, tail = unlabeled / unlabeled.sum(), np.argsort(-counts, kind="stable")
+    tail = tail[-round(len(tail) / 3):]
     kept, precision = np.array([line["kept"], line["right"]], dtype=float)
     right, known = kept * np.nan_to_num(precision), kept[~np.isnan(precision)].sum()
     numbers |= {"kept": 100 * kept.sum(), "found_k": 100 * right / shares,
-                "tail": 100 * right[TAIL].sum() / shares[TAIL].sum()}
+                "tail": 100 * right[tail].sum() / shares[tail].sum()}
     numbers |= {"right": 100 * right.sum() / known} if known else {}
     if "bias" in line:
-        counts, tenths = labeled_counts(cell), line["by_tenth"]
+        tenths = line["by_tenth"]
         numbers |= fits(np.array(line["bias"]), counts, kept)
         numbers |= {"bias": np.array(line["bias"]), "varies": 100 * line["bias_varies"],
                     "tenths": [fits(np.array(bias), counts, np.array(kept)) for bias, kept in
@@ -120,7 +124,7 @@ def study():
     result = {}
     for cell in TABLES["attractor"]:
         result.setdefault((cell.dataset, cell.column), {})[cell.row] = [
-            described(cell, line) for _, line in sorted(runs_of(cell).items())]
+            described(line) for _, line in sorted(runs_of(cell).items())]
     return result
 
 
@@ -136,9 +140,9 @@ def study_table():
                           for row, runs in rows.items() if runs and "kept" in runs[0]], heads=2)
 
 
-def difference_table():
-    cells, rows = [cell for cell in TABLES["attractor"] if cell.row == L2AC], []
-    for pair in PAIRS:
+def difference_table(number, pairs):
+    cells, rows = [cell for cell in TABLES[number] if cell.row == L2AC], []
+    for pair in pairs:
         names = (row.strip("*").removeprefix("w/ ").removesuffix(" (ours)") for row in pair)
         rows.append([" − ".join(names), *(difference(*(beside(cell, row) for row in pair))
                                           for cell in cells)])
@@ -147,12 +151,15 @@ def difference_table():
 
 def title(cell):
     name = cell.row.strip("*")
-    return f"{BASES[cell.base]} {name}" if name.startswith("w/") else name
+    return f"{BASES.get(cell.base, 'Labels only')} {name}" if name.startswith("w/") else name
 
 
 def written_tables():
     """{name of its place in the pages: Markdown}"""
-    written = {"study": study_table(), "differences": difference_table()}
+    written = {"study": study_table(), "differences": difference_table("attractor", PAIRS),
+               "soft differences": difference_table("soft", SOFT_PAIRS)}
+    for name, text in (("gains", gain), ("leads", lead), ("labels", labels)):
+        written[f"{name} on signs"] = table_of(TABLES["signs"], text, title)
     for suffix, end in (("-digits", ""), ("", " on cifar10")):
         for name, number, text in (
                 ("gains", "1", gain), ("leads", "1", lead), ("labels", "1", labels),

@@ -3,8 +3,8 @@
 Numbers are bACC / GM in percent; in table 6 bACC / GM / accuracy, in table 8 the time of an
 iteration relative to FixMatch. "N/A" and "-" stand where the paper has no number; a letter refers
 to a note below the table. The last rows of table 1 are methods after the paper (docs/after.md).
-Tables on digits have the same rows; "attractor" is the study of docs/attractor.md, "front" shows
-some of its rows in README.md.
+Tables on digits have the same rows, those on traffic signs nearly so; "attractor" is the study of
+docs/attractor.md, "front" shows some of its rows in README.md; "soft": hard against soft labels.
 """
 import re
 from dataclasses import dataclass, replace
@@ -16,8 +16,9 @@ LONG = {"gamma 100": "--gamma_l 100 --gamma_u 100", "gamma 150": "--gamma_l 150 
 DIGITS = {"gamma 5": "--gamma_l 5 --gamma_u 5", "gamma 10": "--gamma_l 10 --gamma_u 10",
           "gamma_u 1": "--gamma_l 5 --gamma_u 1",
           "gamma_u 5 reversed": "--gamma_l 5 --gamma_u 5 --reverse_u"}
-VARIANTS = {"w/ L2AC, prior start (ours)": " --attractor_start prior",
-            "w/ L2AC, vector": " --attractor vector"}
+SIGNS = {"natural tail": "", "gamma_u 1": "--n1 25 --gamma_l 12.5 --m1 150 --gamma_u 1"}
+VARIANTS = {"prior start": " --attractor_start prior", "vector": " --attractor vector",
+            "soft": " --labels soft", "hard": " --labels hard"}      # what the name of a row says
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Cell:
     test: str = ""                                       # kind of an imbalanced test set
 
     def runs_at(self, scale):
-        """Whether something is trained for it. Digits are a miniature by themselves, and the cost
-        table is measured by scripts/bench.py."""
+        """Whether something is trained for it. Digits and signs are ours, in miniature only, and
+        the cost table is measured by scripts/bench.py."""
         return (self.paper not in ("N/A", "-") and self.dataset != "bench"
-                and (scale == "mini" or self.dataset != "digits"))
+                and (scale == "mini" or self.dataset not in ("digits", "gtsrb")))
 
     def command(self, scale, seed):
         core = self.method in ("l2ac", "none") and self.base != "supervised"
@@ -47,14 +48,16 @@ class Cell:
 
 
 def own_flags(base, method, row, flags):
-    """The flags of a setting as a row takes them: supervised methods have no gamma_u, and DARP has
-    to estimate a distribution that is not that of the labels."""
-    if base == "supervised" and method != "upper_bound":
+    """The flags of a setting as a row takes them: supervised methods have no gamma_u, unless four
+    counts make a split together, and DARP has to estimate a distribution that is not that of the
+    labels."""
+    if base == "supervised" and method != "upper_bound" and "--m1" not in flags:
         return re.sub(r" --gamma_u \S+| --reverse_u", "", flags)
     gammas = re.findall(r"--gamma_[lu] (\S+)", flags)   # none: all classes are divided alike
     alike = not gammas or (len(gammas) == 2 and len({*gammas}) == 1 and "--reverse_u" not in flags)
     estimates = method in ("darp", "darp_crt") and not alike
-    return flags + VARIANTS.get(row, "") + " --darp_estimate" * estimates
+    variants = "".join(flag for name, flag in VARIANTS.items() if name in row)
+    return (flags + variants + " --darp_estimate" * estimates).strip()
 
 
 def read_cells(number, dataset, columns, text, setting=None):
@@ -199,3 +202,46 @@ TABLES["front"] = read_cells("front", "digits", DIGITS, """
     fixmatch   l2ac        **w/ L2AC**
     fixmatch   l2ac        w/ L2AC, prior start (ours)
     """)
+TABLES["signs"] = read_cells("signs", "gtsrb", SIGNS, """
+    supervised vanilla      Labels only
+    supervised resampling   w/ Re-sampling
+    supervised ldam         w/ LDAM-DRW
+    supervised crt          w/ cRT
+    mixmatch   none         MixMatch
+    mixmatch   l2ac         **w/ L2AC**
+    fixmatch   none         FixMatch
+    fixmatch   darp         w/ DARP
+    fixmatch   crest+       w/ CReST+ | | N/A
+    fixmatch   sar          w/ SaR
+    fixmatch   daso         w/ DASO
+    fixmatch   abc          w/ ABC
+    fixmatch   la           w/ LA, labeled rows
+    fixmatch   la_all       w/ LA, all rows
+    fixmatch   la_post_hoc  w/ LA, post hoc
+    fixmatch   single_level w/ L2AC, single level
+    fixmatch   l2ac         **w/ L2AC**
+    fixmatch   l2ac         w/ L2AC, prior start (ours)
+    fixmatch   darp_crt     w/ DARP + cRT
+    fixmatch   cdmad        w/ CDMAD
+    fixmatch   adello       w/ ADELLO
+    fixmatch   acr          w/ ACR
+    supervised upper_bound  All labels
+    """)
+SOFT = """
+    fixmatch none         FixMatch
+    fixmatch none         FixMatch, soft
+    fixmatch la           w/ LA, labeled rows
+    fixmatch la           w/ LA, labeled rows, soft
+    fixmatch la_all       w/ LA, all rows
+    fixmatch la_all       w/ LA, all rows, soft
+    fixmatch single_level w/ L2AC, single level
+    fixmatch single_level w/ L2AC, single level, soft
+    fixmatch l2ac         **w/ L2AC**
+    fixmatch l2ac         w/ L2AC, soft
+    fixmatch l2ac         w/ L2AC, prior start (ours)
+    fixmatch l2ac         w/ L2AC, prior start, soft (ours)
+    fixmatch cdmad        w/ CDMAD, hard
+    fixmatch cdmad        w/ CDMAD
+    """
+TABLES["soft"] = read_cells("soft", "digits", DIGITS, SOFT) + read_cells(
+    "soft", "gtsrb", SIGNS, SOFT)

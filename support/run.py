@@ -41,7 +41,8 @@ class Run:
         evaluate(): columns for log.csv;  resizable: no schedule depends on --iters
         milestones, after_epoch, reported: hooks of a comparison method (baselines/__init__.py)
         """
-        self.cfg.dataset_info = dataset.info | {"labels": dataset.count(index_l).tolist()}
+        self.cfg.dataset_info = dataset.info | {"labels": dataset.count(index_l).tolist(),
+                                                "unlabeled": dataset.count(index_u).tolist()}
         self.parts, self.evaluate, self.milestones = parts, evaluate, milestones
         self.after_epoch, self.reported = after_epoch, reported
         self.means = Means(dataset.num_classes, self.device)

@@ -48,7 +48,7 @@ def mean_of_omega_gradients(omega_gradient, attractor, lower_loss, logits, z, cl
     for rank in range(2):
         rows = [torch.cat([part.chunk(2)[rank] for part in (x[:labeled], x[labeled:])])
                 for x in (logits, z)]
-        own = {key: given[key].chunk(2)[rank] for key in ("y_l", "y_u", "mask")}
+        own = {key: given[key].chunk(2)[rank] for key in ("y_l", "target_u", "mask")}
         losses.append(omega_gradient(attractor, partial(lower_loss, **own), *rows, classifier,
                                      optimizer, z_b.chunk(2)[rank], y_b.chunk(2)[rank]))
         found.append([p.grad.clone() for p in attractor.parameters()])

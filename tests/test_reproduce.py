@@ -17,6 +17,7 @@ SETTINGS = {  # gamma_l, gamma_u, reverse_u
     "gamma_u 100 reversed": (100, 100, True)}
 ON_DIGITS = {"gamma 5": (5, 5, False), "gamma 10": (10, 10, False), "gamma_u 1": (5, 1, False),
              "gamma_u 5 reversed": (5, 5, True)}
+ON_SIGNS = {"natural tail": (None, None, False), "gamma_u 1": (12.5, 1, False)}
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -25,7 +26,7 @@ def test_commands_mean_what_their_cells_say(scale):
         cfg = collect.configuration(cell.command(scale, 3))
         assert (cfg["base"], cfg["method"], cfg["dataset"], cfg["scale"], cfg["seed"]) == (
             cell.base, cell.method, cell.dataset, scale, 3)
-        settings = ON_DIGITS if cell.dataset == "digits" else SETTINGS
+        settings = {"digits": ON_DIGITS, "gtsrb": ON_SIGNS}.get(cell.dataset, SETTINGS)
         column = cell.column.removeprefix("step, ")
         if column in settings:
             gamma_l, gamma_u, reverse_u = settings[column]
@@ -37,6 +38,8 @@ def test_commands_mean_what_their_cells_say(scale):
         assert (cfg["imbalance"] == "step") == cell.column.startswith("step")
         assert cfg.get("attractor_start") == "prior" or "prior" not in cell.row
         assert cfg.get("attractor") == "vector" or "vector" not in cell.row
+        soft = "soft" in cell.row or cell.method == "cdmad" and "hard" not in cell.row
+        assert cfg.get("labels") in (None, "soft" if soft else "hard")       # MixMatch has none
 
 
 def listed(capsys, *flags):

@@ -5,6 +5,8 @@ import pytest
 from scripts import study
 from scripts.tables import TABLES
 
+LINE = {"seed": 0, "bacc": 0, "gm": 0, "labels": [10, 8, 6, 5, 4, 4, 3, 2, 2, 2],
+        "unlabeled": [100] * 10}
 COUNTS, KEPT = np.array([70, 20, 10]), np.array([30, 10, 5]) / 64
 
 
@@ -38,23 +40,23 @@ def test_pseudo_labels_of_a_run():
     """Ten classes with 10 % of the images each. With the first label 8 % of all images count, 3 of
     4 rightly, so 60 % of that class are found; with the last 2 %, half of them rightly; with the
     second 1 %, of which nothing is known."""
-    line = {"seed": 0, "bacc": 0, "gm": 0, "kept": [0.08, 0.01] + [0.0] * 7 + [0.02],
-            "right": [0.75, None] + [None] * 7 + [0.5]}
-    numbers = study.described(cell_of("attractor", "FixMatch"), line)
+    line = LINE | {"kept": [0.08, 0.01] + [0.0] * 7 + [0.02],
+                   "right": [0.75, None] + [None] * 7 + [0.5]}
+    numbers = study.described(line)
     assert numbers["found_k"] == pytest.approx([60] + [0] * 8 + [10])
     assert (numbers["kept"], numbers["right"], numbers["tail"]) == pytest.approx((11, 70, 10 / 3))
-    nothing = study.described(cell_of("attractor", "FixMatch"),
-                              line | {"kept": [0.0] * 10, "right": [None] * 10})
+    nothing = study.described(line | {"kept": [0.0] * 10, "right": [None] * 10})
     assert (nothing["kept"], nothing["tail"]) == (0, 0) and "right" not in nothing
 
 
 def test_shares_of_a_reversed_set():
-    """A class that is k times as frequent is found k times less often by the same labels."""
-    cell = cell_of("attractor", "FixMatch", "gamma_u 5 reversed")
-    found = study.described(cell, {"seed": 0, "bacc": 0, "gm": 0, "kept": [0.01] * 10,
-                                   "right": [1.0] * 10})["found_k"]
-    assert found[0] / found[-1] == pytest.approx(5)      # gamma_u
-    assert study.labeled_counts(cell).tolist() == [10, 8, 6, 5, 4, 4, 3, 2, 2, 2]
+    """A class that is k times as frequent is found k times less often by the same labels. The tail
+    are the classes with the fewest labels, wherever they stand: 3, 7 and 9 of ten."""
+    line = LINE | {"unlabeled": [20] * 9 + [100], "labels": [9, 9, 9, 1, 9, 9, 9, 2, 9, 1],
+                   "kept": [0.01] * 10, "right": [1.0] * 10}
+    numbers = study.described(line)
+    assert numbers["found_k"][0] / numbers["found_k"][-1] == pytest.approx(5)
+    assert numbers["tail"] == pytest.approx(100 * 0.03 / (140 / 280))
 
 
 def test_a_difference_is_paired_by_seed():
