@@ -3,6 +3,7 @@
     python -m scripts.bench                                 WRN-28-2, the paper's batch, minutes
     python -m scripts.bench --model wrn-10-1 --image_size 16          flags of the training scripts
     python -m scripts.bench --methods l2ac full_unroll abc darp --classes 10 100 --block 10 --json
+    python -m scripts.bench --methods none:bfloat16 l2ac:bfloat16     against FixMatch in float32
 
 A method and FixMatch train on noise, each in a process of its own with one thread. They take turns
 of --block iterations, so a slow moment of the machine hits both: the ratio is the median over the
@@ -89,8 +90,10 @@ def take_turns(methods, argv, block, rounds):
     try:
         for method in methods:
             pipe, theirs = spawn.Pipe()
-            flags = [*argv, "--method", method.replace("full_unroll", "l2ac")]
-            processes.append(spawn.Process(target=train, args=(theirs, method, flags, block)))
+            name, _, dtype = method.partition(":")
+            flags = [*argv, "--method", name.replace("full_unroll", "l2ac")]
+            flags += ["--dtype", dtype] if dtype else []
+            processes.append(spawn.Process(target=train, args=(theirs, name, flags, block)))
             processes[-1].start()
             theirs.close()                               # so that we notice if the process ends
             pipe.recv()                                  # set-up and first iteration

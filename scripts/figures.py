@@ -2,7 +2,7 @@
 
     python -m scripts.figures runs/none_s0 runs/l2ac_s0 --out figures              all of them
     python -m scripts.figures runs/* --only story --out figures/digits.pdf         one, by its name
-    python -m scripts.figures --out assets             those of docs/attractor.md, from results/
+    python -m scripts.figures --out assets             those of the pages that need only results/
 
 Seeds of one setting become mean and standard deviation. Where the runs lack something for a figure
 (true labels, an attractor), a message says so and the others are drawn.
@@ -10,6 +10,7 @@ Seeds of one setting become mean and standard deviation. Where the runs lack som
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,9 +21,9 @@ from torchvision.utils import make_grid
 import data
 import evaluate
 from scripts import study
-from scripts.collect import runs_of
+from scripts.collect import configuration, runs_of
 from scripts.tables import TABLES
-from support import UserError, augment, config, exit_cleanly, report
+from support import UserError, augment, config, exit_cleanly, readers, report
 
 plt.switch_backend("agg")                                # files only, no window
 BLUE, VERMILLION, SKY, ORANGE = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"   # Okabe and Ito's
@@ -117,12 +118,19 @@ def name_classes(ax, names, counts=None):
                   **(dict(rotation=40, ha="right", rotation_mode="anchor") if slanted else {}))
 
 
+def by_size(group):
+    """The classes (K,) by the number of labeled images, the largest first."""
+    return np.argsort(-np.array(group.first.labels_per_class), kind="stable")
+
+
 def by_class(ax, groups, part, ylabel):
     """Bars of part(run) (K,) in percent; lines for runs with the labels only and all labels."""
     bars = [group for group in groups if group.method not in (LABELS_ONLY, ALL_LABELS)]
     x, width, handles = np.arange(len(groups[0].classes)), 0.84 / max(1, len(bars)), []
+    first = (bars or groups)[0]
+    order = by_size(first)
     for group, (name, colour) in zip(groups, looks(groups), strict=True):
-        seeds = group.seeds(part)                                              # (S, K)
+        seeds = group.seeds(part)[:, order]                                    # (S, K)
         mean = seeds.mean(0)
         if group in bars:
             shift = (bars.index(group) - (len(bars) - 1) / 2) * width
@@ -133,10 +141,11 @@ def by_class(ax, groups, part, ylabel):
         else:
             handles.append(ax.hlines(mean, x - 0.46, x + 0.46, color=BLACK, label=name,
                                      linestyle="-" if group.method == ALL_LABELS else "--"))
-    first = (bars or groups)[0]
-    ax.set(ylabel=ylabel, title=f"{first.setting}, seeds: {len(first.runs)}")
+    ax.set(ylabel=ylabel, title=f"{first.setting}, seeds: {len(first.runs)}",
+           xlim=(-0.6, x[-1] + 0.6))
     ax.legend(handles=handles, **ABOVE)
-    name_classes(ax, first.classes, first.first.labels_per_class)
+    name_classes(ax, [first.classes[k] for k in order],
+                 [first.first.labels_per_class[k] for k in order])
 
 
 def heat(ax, matrix, columns, rows, cmap="Blues", low=0, high=100, form="{:.0f}"):
@@ -159,9 +168,10 @@ def story(groups):
     by_class(top, by_setting(groups)[group.setting], lambda run: run.reported["recall"],
              "recall on the test set, %")
     top.set_ylim(0, 102)
-    below.bar(range(len(group.classes)), np.diagonal(group.seeds(bias).mean(0)), 0.5,
-              color=VERMILLION, label="what the attractor adds to the logit of the true class")
-    below.plot(centred_log(group.first.labels_per_class), "D", color=BLACK, markersize=4,
+    order = by_size(group)
+    below.bar(range(len(order)), group.seeds(lambda run: run.bias).mean(0)[order], 0.5,
+              color=VERMILLION, label="what the attractor adds to a logit, mean over test images")
+    below.plot(centred_log(group.first.labels_per_class)[order], "D", color=BLACK, markersize=4,
                label=r"$\ln N_k$, centred")
     below.axhline(0, color=BLACK, linewidth=0.6)
     below.set(ylabel="logit", xlabel="class, number $N_k$ of labeled images")
@@ -290,6 +300,20 @@ def attractor(groups):
     return figure
 
 
+def stored(table, dataset, column):
+    """Groups of the runs in results/ of four rows of a table, without their networks."""
+    names, groups = readers.BUILT_IN[dataset][0] or data.load(dataset).names, []
+    for row in (("Labels alone", "Labels only"), ("FixMatch",), (study.L2AC,),
+                ("All true labels", "All labels")):
+        cell = next(cell for cell in TABLES[table] if cell.row in row and cell.base != "mixmatch"
+                    and (cell.dataset, cell.column) == (dataset, column))
+        groups.append(Group([SimpleNamespace(
+            cfg=SimpleNamespace(**configuration(line["command"]), dataset_info={"names": names}),
+            labels_per_class=line["labels"], reported=line, attractor="bias" in line,
+            bias=line.get("bias")) for _, line in sorted(runs_of(cell).items())]))
+    return groups
+
+
 # docs/attractor.md: functions of a panel, {row of the table: [numbers of each seed]}, and N_k
 
 METHODS = {"FixMatch": BLUE, "w/ LA, labeled rows": ORANGE, "w/ LA, all rows": SKY,
@@ -371,25 +395,31 @@ FIGURES = {
     "losses": partial(curves, {"labeled loss; dashed: upper loss": ("loss_x", "loss_bal"),
                                "unlabeled loss": ("loss_u",)}),                       # Fig. 11
     "tsne": tsne, "views": views, "attractor": attractor}
-STUDY = {"study": (accuracy, added), "study_training": (slope,), "study_labels": (found,)}
+STORED = {"story": lambda: story(stored("attractor", "digits", "gamma_u 1")),      # from results/
+          "story_cifar10": lambda: story(stored("attractor", "cifar10", "gamma_u 1")),
+          "story_signs": lambda: story(stored("signs", "gtsrb", "natural tail")),
+          "study": lambda: study_figure(accuracy, added),
+          "study_training": lambda: study_figure(slope),
+          "study_labels": lambda: study_figure(found)}
 
 
 def main(argv=None):
     p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("runs", nargs="*", help="run folders")
     p.add_argument("--out", type=Path, required=True, help="folder, or a file for a single figure")
-    p.add_argument("--only", nargs="+", choices=[*FIGURES, *STUDY], help="some of them")
+    p.add_argument("--only", nargs="+", choices=[*FIGURES, *STORED], help="some of them")
     args = p.parse_args(argv)
     runs = [report.load_run(folder) for folder in args.runs]
     groups = [Group(members, name) for name, members in report.grouped(runs).items()]
-    for name in args.only or (FIGURES if groups else STUDY):
+    for name in args.only or (FIGURES if groups else STORED):
         path = args.out if args.out.suffix else args.out / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if name in ("story", "attractor") and not any(g.first.attractor for g in groups):
+            if groups and name in ("story", "attractor") and not any(
+                    g.first.attractor for g in groups):
                 raise UserError("no run has an attractor; name a run of --method l2ac")
             with plt.rc_context(STYLE):
-                figure = FIGURES[name](groups) if name in FIGURES else study_figure(*STUDY[name])
+                figure = FIGURES[name](groups) if groups else STORED[name]()
                 figure.savefig(path)
             print(path)
         except UserError as error:

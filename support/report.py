@@ -101,6 +101,12 @@ class FinishedRun:
         result = evaluate.mean_of_last(self.counted)
         return result | evaluate.thirds(result["recall"], self.labels_per_class)
 
+    @property
+    def bias(self):
+        """(K,) what the attractor adds to the logits, mean of the last 20 evaluations."""
+        return np.mean([[row[f"bias_{k}"] for k in range(len(self.labels_per_class))]
+                        for row in self.counted[-20:]], axis=0)
+
     @cached_property
     def pseudo(self):
         """`pseudo_labels` of the EMA model for the unlabeled images without augmentation."""

@@ -101,7 +101,17 @@ def test_what_the_attractor_adds(l2ac):
     for k, line in enumerate(training.lines[:10]):
         assert line.get_ydata() == pytest.approx([float(r[f"bias_{k}"]) for r in log], abs=1e-5)
     bars = figures.story([l2ac]).axes[1].patches
-    assert heights(bars) == pytest.approx(np.diagonal(by_hand), abs=1e-5)
+    means = [np.mean([float(r[f"bias_{k}"]) for r in log]) for k in range(10)]
+    assert heights(bars) == pytest.approx(means, abs=1e-5)
+
+
+def test_classes_are_ordered_by_their_labels():
+    runs = Group([made_up(recall=(10, 90, 50))])
+    runs.first.labels_per_class, runs.first.bias = [2, 40, 8], np.array([-3, 2, 1])
+    runs.first.attractor = True
+    top, below = figures.story([runs]).axes
+    assert heights(top.patches) == [90, 50, 10] and heights(below.patches) == [2, 1, -3]
+    assert [t.get_text() for t in below.get_xticklabels()] == ["b\n40", "c\n8", "$a$\n2"]
 
 
 def test_the_study_shows_means_over_seeds(monkeypatch):
