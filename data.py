@@ -78,14 +78,21 @@ class Dataset:
         return torch.from_numpy(np.bincount(labels[labels >= 0], minlength=self.num_classes))
 
 
-def load(name, data_dir="data", image_size=None):
+def load(name, data_dir="data", image_size=None, hold_out=0.2, skip_broken=False):
     """A built-in dataset, a path to an .npz file, or a folder of pictures: support/readers.py."""
-    return Dataset(**readers.load(name, data_dir, image_size, rng))
+    return Dataset(**readers.load(name, data_dir, image_size, hold_out, skip_broken, rng))
+
+
+def from_flags(cfg):
+    dataset = load(cfg.dataset, cfg.data_dir, cfg.image_size, cfg.hold_out, cfg.skip_broken)
+    if cfg.weights:                                  # what these have seen was normalised so
+        dataset.mean, dataset.std = readers.IMAGENET
+    return dataset
 
 
 def load_split(cfg, device):
     """The dataset on the device, and the indices of its labeled and of its unlabeled images."""
-    dataset = load(cfg.dataset, cfg.data_dir, cfg.image_size)
+    dataset = from_flags(cfg)
     return dataset.to(device), *split(dataset, cfg)
 
 

@@ -5,21 +5,20 @@
     python evaluate.py runs/a_s0 runs/a_s1   seeds of one setting become mean and deviation
     python evaluate.py runs/a --pseudo       and how good the pseudo-labels are
     python evaluate.py runs/a --test longtail --gamma_t 10         on an imbalanced test set
+    python evaluate.py runs/a_s* --against runs/b_s*               differences, paired by seed
     python evaluate.py runs/a --predict PATH --csv out.csv         label pictures
+    python evaluate.py runs/a --predict PATH --doubtful 20         which of them to look at
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
 thirds of the classes, ordered by the number of labeled images. No training, no plots.
 """
-import csv
-import json
 import math
-import sys
 from pathlib import Path
 
 import torch
 
 import data
-from support import UserError, config, exit_cleanly, readers
+from support import UserError, config, exit_cleanly
 
 
 def average(values):
@@ -42,7 +41,7 @@ def confusion_matrix(labels, predicted, num_classes):
 
 
 def metrics(confusion):
-    """dict of bacc, gm, acc and recall [K], in percent, from a confusion matrix (K, K)."""
+    """dict of bacc, gm, acc, recall and precision [K], in percent, of a confusion matrix (K, K)."""
     confusion = confusion.cpu().double()
     per_class, num_classes = confusion.sum(1), len(confusion)
     present = per_class > 0                           # a class without a test image has no recall
@@ -53,7 +52,8 @@ def metrics(confusion):
     return {"bacc": 100 * recall[present].mean().item(),
             "gm": 100 * floored[present].log().mean().exp().item(),
             "acc": 100 * (confusion.diagonal().sum() / per_class.sum()).item(),
-            "recall": (100 * recall).tolist()}
+            "recall": (100 * recall).tolist(),
+            "precision": (100 * confusion.diagonal() / confusion.sum(0)).tolist()}
 
 
 @torch.no_grad()
@@ -91,7 +91,8 @@ def on_test_set(predict, dataset, normalise, attractor=None):
     logits, labels = scores(predict, dataset.test_images, normalise), dataset.test_labels
     result = metrics(confusion_matrix(labels, logits.argmax(1), dataset.num_classes))
     columns = {key: result[key] for key in ("bacc", "gm", "acc")}
-    columns |= {f"recall_{k}": value for k, value in enumerate(result["recall"])}
+    columns |= {f"{key}_{k}": value for key in ("recall", "precision")
+                for k, value in enumerate(result[key])}
     if attractor is not None:
         columns |= describe_bias(bias_added(attractor, logits), labels)
     return columns
@@ -103,10 +104,10 @@ def mean_of_last(history, n=20):
     The mean of the GMs, not the GM of the mean recalls.
     """
     last = history[-n:]
-    means = {key: average([row[key] for row in last])
-             for key in last[0] if key in ("bacc", "gm", "acc") or key.startswith("recall_")}
-    recall = [value for key, value in means.items() if key.startswith("recall_")]
-    return {key: means[key] for key in ("bacc", "gm", "acc")} | {"recall": recall}
+    means = {key: average([row[key] for row in last]) for key in last[0]}
+    by_class = {name: [mean for key, mean in means.items() if key.startswith(f"{name}_")]
+                for name in ("recall", "precision")}
+    return {key: means[key] for key in ("bacc", "gm", "acc")} | by_class
 
 
 def thirds(recall, counts):
@@ -177,41 +178,13 @@ def on_imbalanced(run, kind, gamma, seed):
 # the command line
 
 
-def list_runs(folder):
-    """A line for each run below a folder: bACC and GM as reported, or the last ones so far."""
-    found = sorted(path.parent for path in Path(folder).rglob("config.json"))
-    if not found:
-        raise UserError(f"{folder} holds no run; name a folder that a training script wrote, or "
-                        f"one that holds such folders")
-    for place in found:
-        numbers = {"bacc": "nan", "gm": "nan", "iter": 0}
-        if (place / "result.json").exists():
-            numbers = json.loads((place / "result.json").read_text())
-        elif (place / "log.csv").exists():
-            *_, numbers = csv.DictReader((place / "log.csv").read_text().splitlines())
-        print(f"{float(numbers['bacc']):7.2f} {float(numbers['gm']):7.2f}  "
-              f"{place.relative_to(folder)}" + f" (at {numbers.get('iter')})" * ("iter" in numbers))
-
-
-def predict_pictures(run, path, out):
-    """Write file, label, probability of each picture at `path`, by the run's averaged network."""
-    info = run.cfg.dataset_info
-    files, images = readers.read_unknown(path, info["size"])
-    logits = scores(run.predict, images, run.normalise)                      # (N, K)
-    rows = [(file, info["names"][k], f"{p:.4f}") for file, p, k in zip(
-        files, *(t.tolist() for t in logits.softmax(1).max(1)), strict=True)]
-    file = open(out, "w", newline="", encoding="utf-8") if out else sys.stdout
-    csv.writer(file, lineterminator="\n").writerows([("file", "label", "probability"), *rows])
-    if out:
-        file.close()
-        print(f"{len(files)} predictions in {out}")
-
-
 def main(argv=None):
     from support import report  # here: it imports the training files, which import this one
     p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("runs", nargs="+", help="run folders; seeds of one setting are averaged in one column")
+    add("--against", nargs="+", metavar="RUN", help="other runs, with the same seeds: differences "
+        "and their 95 %% t intervals")
     add("--pseudo", action="store_true", help="also the pseudo-labels of the unlabeled set, made "
         "by the EMA model from images without augmentation (needs their true labels)")
     add("--test", choices=("longtail", "reversed", "random"),
@@ -219,15 +192,21 @@ def main(argv=None):
     add("--gamma_t", type=float, default=10.0, help="its imbalance (default: 10)")
     add("--seed", type=int, default=0, help="which images are in it (default: 0)")
     add("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz file with "
-        "images x: a label and its probability for each")
+        "images x: the two likeliest labels of each")
+    add("--doubtful", type=int, default=0, metavar="N", help="of these pictures, list the N least "
+        "certain, and, where they lie in folders with the names of classes, the N whose label the "
+        "network contradicts most")
+    add("--skip_broken", action="store_true", help="leave out pictures that cannot be read")
     add("--csv", metavar="FILE", help="where the predictions go (default: the screen)")
     add("--device", default="cpu", help="where the networks predict")
     args = p.parse_args(argv)
     if len(args.runs) == 1 and not (Path(args.runs[0]) / "last.pt").exists():
-        return list_runs(args.runs[0])
+        return report.list_runs(args.runs[0])
     runs = [report.load_run(folder, args.device) for folder in args.runs]
-    if args.predict:
-        predict_pictures(runs[0], args.predict, args.csv)
+    if args.against:
+        report.print_differences(runs, [report.load_run(f, args.device) for f in args.against])
+    elif args.predict:
+        report.predict_pictures(runs[0], args.predict, args.csv, args.doubtful, args.skip_broken)
     elif args.test:
         for run in runs:
             counts, result = on_imbalanced(run, args.test, args.gamma_t, args.seed)

@@ -1,4 +1,4 @@
-"""image -> features -> logits: wide residual networks, ResNet-34 for large images, and their EMA.
+"""image -> features -> logits: wide residual networks, those of torchvision, and their EMA.
 
 Every network here has `features(x)` (N, D) and a linear `classifier`, because L2AC needs the two
 apart: theta is what makes the features, phi = (W, b) is the classifier.
@@ -6,15 +6,17 @@ apart: theta is what makes the features, phi = (W, b) is the classifier.
 import re
 from contextlib import contextmanager
 from copy import deepcopy
+from difflib import get_close_matches
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torchvision.models import resnet34
+from torchvision.ops import StochasticDepth
 
-from support import UserError
+from support import UserError, weights
 
 activate = partial(F.leaky_relu, negative_slope=0.1)
 
@@ -66,18 +68,34 @@ class WideResNet(nn.Module):
         return self.classifier(self.features(x))                               # (N, K)
 
 
-class ResNet34(nn.Module):
-    """torchvision's, its last layer taken off."""
+class Torchvision(nn.Module):
+    """A classifier of torchvision. Its last linear layer becomes phi, what is before it theta.
 
-    def __init__(self, num_classes, bn_momentum=0.001):
+    Dropout and stochastic depth are off: every draw of a run is a function of its step.
+    """
+
+    def __init__(self, name, num_classes, bn_momentum=0.001, image_size=None):
         super().__init__()
-        self.network = resnet34(norm_layer=partial(nn.BatchNorm2d, momentum=bn_momentum))
-        self.classifier = nn.Linear(self.network.fc.in_features, num_classes)
-        self.network.fc = nn.Identity()
+        options = {"image_size": image_size} if image_size and name.startswith("vit_") else {}
+        self.network = torchvision.models.get_model(name, weights=None, **options)
+        self.network.aux_logits = False                       # Inception's and GoogLeNet's
+        linear = [key for key, m in self.network.named_modules() if isinstance(m, nn.Linear)]
+        if not linear:
+            raise UserError(f"--model {name} has no linear classifier, which L2AC needs; choose "
+                            f"another one, e.g. resnet18")
+        self.head = linear[-1]                                # its name, for support/weights.py
+        width = self.network.get_submodule(self.head).in_features
+        self.network.set_submodule(self.head, nn.Identity())
+        self.classifier = nn.Linear(width, num_classes)
         initialise(self.classifier)
+        for module in self.modules():
+            if isinstance(module, (nn.Dropout, StochasticDepth)):
+                module.p = 0.0
+        for norm in norms(self):
+            norm.momentum = bn_momentum
 
     def features(self, x):
-        return self.network(x)                                                 # (N, 512)
+        return self.network(x)                                                 # (N, D)
 
     def forward(self, x):
         return self.classifier(self.features(x))                               # (N, K)
@@ -91,15 +109,30 @@ def initialise(module):
         nn.init.zeros_(module.bias)
 
 
-def build(name, num_classes, bn_momentum=0.001):
-    if name == "resnet34":
-        return ResNet34(num_classes, bn_momentum)
+def build(name, num_classes, bn_momentum=0.001, image_size=None):
+    """image_size: of a vision transformer, which is made for one size"""
     match = re.fullmatch(r"wrn-(\d+)-(\d+)", name)
     depth, width = map(int, match.groups()) if match else (0, 0)
-    if depth < 10 or (depth - 4) % 6 or width < 1:
-        raise UserError(f"--model {name} is neither resnet34 nor wrn-d-w with d = 10, 16, 22, ... "
-                        f"and w = 1, 2, ...; choose one of these")
-    return WideResNet(depth, width, num_classes, bn_momentum)
+    if depth >= 10 and (depth - 4) % 6 == 0 and width > 0:
+        return WideResNet(depth, width, num_classes, bn_momentum)
+    known = torchvision.models.list_models(module=torchvision.models)          # classifiers
+    if name not in known:
+        near = ", ".join(get_close_matches(name, known, 5, 0.4)) or "resnet18, convnext_tiny, ..."
+        raise UserError(f"--model {name} is neither wrn-d-w with d = 10, 16, 22, ... and w = 1, 2, "
+                        f"... nor a classifier of torchvision; near it are {near}")
+    return Torchvision(name, num_classes, bn_momentum, image_size)
+
+
+def from_flags(cfg, num_classes):
+    """The network of a training run: its weights are new or from --weights, and --freeze fixes
+    theta, BatchNorm's statistics included."""
+    model = build(cfg.model, num_classes, cfg.bn_momentum, cfg.image_size)
+    if cfg.weights:
+        weights.load(model, cfg.weights, cfg.model)
+    if cfg.freeze:
+        model.eval().requires_grad_(False)
+        model.classifier.requires_grad_()
+    return model
 
 
 class EMA:
@@ -120,7 +153,8 @@ class EMA:
 def decay_weights(model, rate):
     """Decoupled weight decay, after the optimizer's step and after the EMA has seen it."""
     for p in model.parameters():
-        p.mul_(1 - rate)
+        if p.requires_grad:                                   # not what --freeze fixes
+            p.mul_(1 - rate)
 
 
 def feature_pass(model, device, dtype="float32", compiled=False):

@@ -97,7 +97,7 @@ def main(argv=None, on_step=None):
 
     # ------------------------------------------------------------------------- model, optimizers
     torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
-    model = models.build(cfg.model, K, cfg.bn_momentum)
+    model = models.from_flags(cfg, K)
     model = model.to(device, memory_format=torch.channels_last)
     features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
     ema = models.EMA(model, cfg.ema)

@@ -102,7 +102,7 @@ class CReST(Method):
         ctx, cfg = self.ctx, self.ctx.cfg
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(cfg.seed + 1000003 * generation)
-            fresh = models.build(cfg.model, len(ctx.counts), cfg.bn_momentum)
+            fresh = models.from_flags(cfg, len(ctx.counts))
         for network in (ctx.model, ctx.ema.model):
             network.load_state_dict(fresh.state_dict())
         ctx.optimizer.state.clear()

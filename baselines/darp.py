@@ -89,7 +89,7 @@ def estimate_counts(ctx, iters, times=10):
     stream = data.IndexStream(ctx.index_l[rows], 128, cfg.seed, "DARP estimate")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)
-        model = models.build(cfg.model, ctx.dataset.num_classes, 0.1)
+        model = models.build(cfg.model, ctx.dataset.num_classes, 0.1, cfg.image_size)
     model = model.to(ctx.device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
     steps, estimates = max(times, round(0.16 * iters)), []

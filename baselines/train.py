@@ -91,7 +91,7 @@ def main(argv=None, on_step=None, own=None):
 
     # -------------------------------------------------------------------------- model, optimizer
     torch.manual_seed(cfg.seed)               # initial weights; the loop draws nothing from here
-    model = models.build(cfg.model, K, cfg.bn_momentum)
+    model = models.from_flags(cfg, K)
     method_class.heads(model)
     model = model.to(device, memory_format=torch.channels_last)
     features = models.feature_pass(model, device, cfg.dtype, cfg.compile)
@@ -178,7 +178,7 @@ def main(argv=None, on_step=None, own=None):
         # 4) EMA first, then weight decay of the live weights: the order of the protocol. Not in a
         #    network that a method has frozen (eval mode).
         ema.update()
-        if model.training:
+        if model.training or cfg.freeze:
             models.decay_weights(model, cfg.lr * cfg.weight_decay)
 
         # 5) Log, evaluation, checkpoint, stop request.

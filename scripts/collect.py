@@ -26,8 +26,6 @@ from support import config, report
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 CELLS = [cell for cells in TABLES.values() for cell in cells]
-# Student's t, two-sided 95 %, for 1 to 9 degrees of freedom: two to ten seeds
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def file_of(dataset, scale):
@@ -151,8 +149,8 @@ def mean_text(values, form=".1f"):
 
 def difference_text(values):
     """**+2.3 ± 0.5** with the standard error, bold if the 95 % t interval excludes 0."""
-    mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
-    sure = abs(mean) > max(T_95[len(values) - 2] * error, 0.05)      # not where 0.0 is shown
+    (mean, half), error = report.t_interval(values), statistics.stdev(values) / len(values) ** 0.5
+    sure = abs(mean) > max(half, 0.05)                   # not where 0.0 is shown
     return f"**{mean:+.1f} ± {error:.1f}**" if sure else f"{mean:+.1f} ± {error:.1f}"
 
 

@@ -212,7 +212,8 @@ def views(groups):
     rows = [run.normalise(x)]
     for i, view in enumerate((augment.weak, augment.strong, augment.strong)):
         rows.append(view(x, data.rng(0, "figure", i), run.normalise, no_flip=run.cfg.no_flip))
-    mean, std = (torch.tensor(v)[:, None, None] for v in (run.dataset.mean, run.dataset.std))
+    info = run.cfg.dataset_info
+    mean, std = (torch.tensor(info[key])[:, None, None] for key in ("mean", "std"))
     grid = make_grid((torch.cat(rows).cpu() * std + mean).clip(0, 1), len(x), 1, pad_value=1)
     figure, (ax,) = panels(1, WIDTH * grid.shape[1] / grid.shape[2])
     ax.imshow(grid.permute(1, 2, 0))

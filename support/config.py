@@ -72,9 +72,16 @@ def parser(doc):
     add("--pool", choices=("disjoint", "union"), default="disjoint",
         help="union: the unlabeled set holds the labeled images too")
     add("--no_flip", action="store_true", help="views are not mirrored: digits, road signs, ...")
+    add("--hold_out", type=float, default=0.2, metavar="SHARE",
+        help="of each class, for testing, if an own dataset has no test set")
+    add("--skip_broken", action="store_true", help="leave out pictures that cannot be read")
 
     add = p.add_argument_group("network").add_argument
-    add("--model", metavar="NAME", default="wrn-28-2", help="wrn-d-w or resnet34")
+    add("--model", metavar="NAME", default="wrn-28-2",
+        help="wrn-d-w, or a classifier of torchvision: resnet18, convnext_tiny, vit_b_16, ...")
+    add("--weights", metavar="FILE", help="start from a state_dict of that network; `default`: "
+        "torchvision's of ImageNet")
+    add("--freeze", action="store_true", help="train the classifier only, on fixed features")
     add("--image_size", type=int, default=32, help="side; an own .npz is resized with mini only")
     add("--bn_momentum", type=float, default=0.001, help="BatchNorm's momentum")
 
@@ -132,7 +139,8 @@ def check(cfg):
     """The values that are mistyped most easily."""
     for key, low, high in (("iters", 1, 1e12), ("batch_size", 2, 1e6), ("batch_size_u", 2, 1e6),
                            ("eval_every", 1, 1e12), ("gamma_l", 1, 1e9), ("gamma_u", 1, 1e9),
-                           ("beta", 0, 1), ("ratio", 1e-6, 1e9), ("tau", 0, 1), ("seed", 0, 2**31)):
+                           ("beta", 0, 1), ("hold_out", 1e-3, 0.9), ("ratio", 1e-6, 1e9),
+                           ("tau", 0, 1), ("seed", 0, 2**31)):
         value = getattr(cfg, key, None)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{key} {value:g} is not between {low:g} and {high:g}")

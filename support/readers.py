@@ -34,13 +34,14 @@ GTSRB = [*(f"{speed} km/h" for speed in (20, 30, 50, 60, 70, 80)), "end of 80 km
          "end of limits", "turn right", "turn left", "ahead only", "ahead or right",
          "ahead or left", "keep right", "keep left", "roundabout", "end of no passing",
          "end of no passing (trucks)"]
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)                  # mean, std
 BUILT_IN = {  # class names (None: the reader knows them), mean and standard deviation per channel
     "digits": (None, (0.3053, 0.3053, 0.3053), (0.3760, 0.3760, 0.3760)),
     "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
     "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "cifar100": (None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     "stl10": (STL10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),    # CIFAR-10's
-    "sun397": (None, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),          # ImageNet's
+    "sun397": (None, *IMAGENET),
     "gtsrb": (GTSRB, (0.3403, 0.3121, 0.3214), (0.2724, 0.2608, 0.2669)),
 }
 HELD_OUT = {"digits": 40, "sun397": 50}    # test images of a class, where there is no test set
@@ -50,8 +51,9 @@ ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.t
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 
-def load(name, data_dir, image_size, rng):
-    """The fields of data.Dataset. rng: data.rng"""
+def load(name, data_dir, image_size, hold_out, skip_broken, rng):
+    """The fields of data.Dataset. hold_out: share of each class, if there is no test set; rng:
+    data.rng"""
     path, data_dir = Path(name), Path(data_dir)
     archive = data_dir / f"{name}.npz"
     if name == "synthetic":
@@ -67,9 +69,6 @@ def load(name, data_dir, image_size, rng):
     else:
         raise UserError(f"--dataset {name}: not known; choose {', '.join(BUILT_IN)} or a path to "
                         f"an .npz file or to a folder of pictures")
-    if "x_test" not in arrays:
-        arrays = hold_out_test(arrays, HELD_OUT[name], rng)
-
     num_classes = arrays["y_train"].max() + 1
     names, mean, std = BUILT_IN.get(name, (None, None, None))
     numbered = [f"class {k}" for k in range(num_classes)]
@@ -77,28 +76,44 @@ def load(name, data_dir, image_size, rng):
     if num_classes < 2 or len(names) != num_classes or len(set(names)) != num_classes:
         raise UserError(f"--dataset {name}: it has {num_classes} class(es) and {len(set(names))} "
                         f"name(s); at least two classes are needed, each with its own name")
+    if "x_test" not in arrays:
+        arrays = hold_out_test(arrays, HELD_OUT.get(name, hold_out), rng)
+        if name not in HELD_OUT:
+            print(f"{name}: there is no test set, so {hold_out:.0%} of each class, "
+                  f"{len(arrays['x_test']):,} images, are held out (--hold_out)", file=sys.stderr)
     parts = [arrays[key] for key in ("x_train", "x_unlabeled", "x_test") if key in arrays]
+    labels = np.append(arrays["y_train"], [-1] * len(arrays.get("x_unlabeled", []))).astype(int)
+    test_labels, tracks = arrays["y_test"].astype(np.int64), arrays.get("track")
     if parts[0].dtype == object:
-        images = decode_once(np.concatenate(parts), image_size or 32, data_dir)
+        images, readable = decode_once(np.concatenate(parts), image_size or 32, data_dir,
+                                       skip_broken)
+        tracks = tracks if tracks is None else tracks[readable[:len(tracks)]]
+        labels, test_labels = labels[readable[:len(labels)]], test_labels[readable[len(labels):]]
+        if lost := set(names) - {names[k] for k in labels[labels >= 0]}:
+            raise UserError(f"--dataset {name}: there is no readable picture in train/{min(lost)}")
     else:
         images = torch.cat([as_tensor(x, image_size and (image_size, image_size)) for x in parts])
-    labels = np.append(arrays["y_train"], [-1] * len(arrays.get("x_unlabeled", []))).astype(int)
     if mean is None:
         some = images[evenly(len(labels), 500)].float() / 255                  # (n, 3, H, W)
         mean = some.mean((0, 2, 3)).tolist()
         std = some.std((0, 2, 3), correction=0).clamp_min(1e-3).tolist()
     return {"images": images[:len(labels)], "labels": labels, "test_images": images[len(labels):],
-            "test_labels": torch.from_numpy(arrays["y_test"].astype(np.int64)),
-            "names": names, "mean": mean, "std": std, "tracks": arrays.get("track")}
+            "test_labels": torch.from_numpy(test_labels), "names": names, "mean": mean, "std": std,
+            "tracks": tracks}
 
 
 def hold_out_test(arrays, number, rng):
-    """Set images of each class aside for testing: the same ones whatever the seed."""
-    x, y = arrays["x_train"], arrays["y_train"]
-    test = np.concatenate([np.sort(rng(0, "test", k).permutation(np.flatnonzero(y == k))[:number])
-                           for k in range(len(arrays["names"]))])
+    """Set images of each class aside for testing: the same ones whatever the seed. number: of each
+    class; or a share of it, at least one image but not the last one."""
+    y, test = arrays["y_train"], []
+    for k in range(y.max() + 1):
+        members = np.flatnonzero(y == k)
+        n = number if number >= 1 else min(max(1, round(number * len(members))), len(members) - 1)
+        test.append(np.sort(rng(0, "test", k).permutation(members)[:n]))
+    test = np.concatenate(test)
     train = np.delete(np.arange(len(y)), test)
-    return arrays | {"x_train": x[train], "y_train": y[train], "x_test": x[test], "y_test": y[test]}
+    kept = {key: arrays[key][train] for key in ("x_train", "y_train", "track") if key in arrays}
+    return arrays | kept | {"x_test": arrays["x_train"][test], "y_test": y[test]}
 
 
 def as_tensor(images, size):
@@ -123,11 +138,13 @@ def checksum(images, labels, test_images, test_labels, names):
     return digest.hexdigest()[:32]
 
 
-def read_npz(path, flag="--dataset", needed=("x_train", "y_train", "x_test", "y_test")):
-    """x_train (N, H, W, 3) or (N, H, W) uint8, y_train (N,) class numbers from 0, x_test, y_test,
-    optional x_unlabeled, names (K,) str."""
+def read_npz(path, flag="--dataset", needed=("x_train", "y_train")):
+    """x_train (N, H, W, 3) or (N, H, W) uint8, y_train (N,) class numbers from 0, optional x_test,
+    y_test, x_unlabeled, names (K,) str, track (N,)."""
     try:
         with np.load(path) as file:
+            if {"x_test", "y_test"} & {*file.files}:
+                needed = (*needed, "x_test", "y_test")
             arrays = {key: file[key] for key in sorted({*needed, *file.files})}
     except Exception as error:                # numpy and zipfile raise a dozen kinds
         raise UserError(f"{flag} {path}: it cannot be read ({error}); write {', '.join(needed)} "
@@ -194,9 +211,8 @@ def read_gtsrb(data_dir):
             for part in ("Training_Images", "Test_Images", "Test_GT"):
                 download_and_extract_archive(
                     "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370/"
-                    f"GTSRB_Final_{part}.zip", data_dir, scratch)
-            os.rename(scratch, top)
-            os.mkdir(scratch)                 # what is left to clean up
+                    f"GTSRB_Final_{part}.zip", data_dir, Path(scratch, "new"))
+            os.rename(Path(scratch, "new"), top)
     train = sorted(top.glob("GTSRB/Final_Training/Images/*/*.ppm"))    # <class>/<track>_<frame>
     with open(top / "GT-final_test.csv") as file:
         test = list(csv.DictReader(file, delimiter=";"))
@@ -221,14 +237,14 @@ def list_pictures(top, skipped):
 
 
 def read_folder(folder):
-    """train/<class>/*, test/<class>/*, optional unlabeled/*."""
+    """train/<class>/*, optional test/<class>/* and unlabeled/*."""
     arrays, skipped = {}, []
-    for part in ("train", "test"):
+    for part in ("train", "test") if (folder / "test").exists() else ("train",):
         classes = {path.name: list_pictures(path, skipped)
                    for path in sorted((folder / part).glob("[!.]*")) if path.is_dir()}
         if not classes:
             raise UserError(f"--dataset {folder}: there is no folder {part}/<class> in it; it must "
-                            f"hold train/<class>/, test/<class>/ and, if you have some, unlabeled/")
+                            f"hold train/<class>/ and, if you have them, test/<class>/, unlabeled/")
         names = arrays.setdefault("names", list(classes))       # those in train
         for name in classes.keys() - set(names):
             raise UserError(f"--dataset {folder}: there is a folder test/{name}, but no "
@@ -242,7 +258,7 @@ def read_folder(folder):
     return arrays
 
 
-def read_unknown(path, size):
+def read_unknown(path, size, skip_broken=False):
     """Images to predict: (names, (N, 3, *size)); from a picture, a folder, or an .npz's array x."""
     path, size = Path(path), tuple(size)
     if not path.exists():
@@ -251,8 +267,9 @@ def read_unknown(path, size):
         x = read_npz(path, "--predict", ["x"])["x"]
         return [str(i) for i in range(len(x))], as_tensor(x, size)
     files = list_pictures(path, []) if path.is_dir() else [path]
-    names = [os.fsencode(file).decode("utf-8", "backslashreplace") for file in files]  # any bytes
-    return names, torch.from_numpy(np.concatenate(list(decode_all(files, size))))
+    names, chunks = [os.fsencode(f).decode("utf-8", "backslashreplace") for f in files], []
+    broken = decode_all(files, size, chunks.append, skip_broken)
+    return np.delete(names, broken).tolist(), torch.from_numpy(np.concatenate(chunks))
 
 
 def decode(path, size):
@@ -269,34 +286,44 @@ def decode(path, size):
     return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
-def decode_all(paths, size):
-    """Pictures in chunks (n, 3, H, W) uint8; after the last one, all broken files are named."""
+def decode_all(paths, size, write, skip_broken):
+    """Pass chunks of pictures (n, 3, H, W) uint8 to `write`. Returns the numbers of those that
+    cannot be read; without skip_broken these are all named in an error."""
     broken = []
     with ThreadPoolExecutor() as pool:        # PIL releases the GIL
         for i in range(0, len(paths), 256):
-            chunk = {path: pool.submit(decode, path, size) for path in paths[i:i + 256]}
-            broken += [str(path) for path, future in chunk.items() if future.exception()]
-            if not broken:
-                yield np.stack([future.result() for future in chunk.values()])
+            chunk = [pool.submit(decode, path, size) for path in paths[i:i + 256]]
+            broken += [i + j for j, future in enumerate(chunk) if future.exception()]
+            good = [future.result() for future in chunk if not future.exception()]
+            if good and (skip_broken or not broken):
+                write(np.stack(good))
+    told = ", ".join(str(paths[i]) for i in broken[:10]) + ", ..." * (len(broken) > 10)
+    told = f"{len(broken):,} picture(s) cannot be read ({told})"
+    if broken and (len(broken) == len(paths) or not skip_broken):
+        raise UserError(f"{told}; remove or mend them, or add --skip_broken to leave them out")
     if broken:
-        names = ", ".join(broken[:10]) + ", ..." * (len(broken) > 10)
-        raise UserError(f"{len(broken):,} picture(s) cannot be read ({names}); remove or mend them")
+        print(f"{told} and are left out", file=sys.stderr)
+    return broken
 
 
-def decode_once(paths, size, data_dir):
-    """(N, 3, size, size) uint8, mapped from a file, which is another one if a picture changes."""
+def decode_once(paths, size, data_dir, skip_broken):
+    """Images (N, 3, size, size) uint8, mapped from a file, which is another one if a picture
+    changes, and which of the paths they are of: a mask, all of them unless some are skipped."""
     files = [(os.path.abspath(p), os.path.getsize(p), os.path.getmtime(p)) for p in paths]
-    key = hashlib.blake2b(ascii((files, size)).encode(), digest_size=16).hexdigest()
-    cache = data_dir / "cache" / f"{key}.npy"
+    key = hashlib.blake2b(ascii((files, size, skip_broken)).encode(), digest_size=16).hexdigest()
+    cache = data_dir / "cache" / key          # a folder, which is whole or not there
     if not cache.exists():
         print(f"decoding {len(paths):,} pictures into {cache}: once", file=sys.stderr)
-        header = {"descr": "|u1", "fortran_order": False, "shape": (len(paths), 3, size, size)}
         cache.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=cache.parent) as scratch:
-            with open(Path(scratch, "pictures"), "wb") as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for chunk in decode_all(paths, (size, size)):
-                    file.write(chunk)
-            os.replace(file.name, cache)
+            new = Path(scratch, "new")
+            new.mkdir()
+            with open(new / "images", "wb") as file:
+                broken = decode_all(paths, (size, size), file.write, skip_broken)
+            np.save(new / "broken.npy", np.array(broken, int))
+            os.rename(new, cache)
+    readable = np.ones(len(paths), bool)
+    readable[np.load(cache / "broken.npy")] = False
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes
-    return torch.from_numpy(np.load(cache, mmap_mode="r"))
+    images = np.memmap(cache / "images", mode="r").reshape(-1, 3, size, size)
+    return torch.from_numpy(images), readable

@@ -1,5 +1,7 @@
 """Finished runs: what a folder holds, and tables over several of them. Metrics: evaluate.py"""
-import statistics
+import csv
+import json
+import sys
 from argparse import Namespace
 from functools import cached_property, partial
 from importlib import import_module
@@ -13,7 +15,7 @@ import data
 import evaluate
 import models
 from attractor import build_attractor
-from support import UserError, config
+from support import UserError, config, readers
 from support.augment import Normalise
 from support.run import check_data, load_checkpoint
 from train_fixmatch import flags, l2ac_flags
@@ -31,7 +33,7 @@ def load_run(folder, device="cpu"):
     # a flag that did not exist when the run was made has its default
     cfg = Namespace(**vars(p.parse_args([])) | state["config"])
     num_classes = len(cfg.dataset_info["names"])
-    model = models.build(cfg.model, num_classes, cfg.bn_momentum)
+    model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.image_size)
     predict, counted, omega = model, state["history"], state.get("attractor", {})
     if "method" in state:                            # a run of baselines/train.py
         module, name = cfg.method_class.split(":")
@@ -61,7 +63,7 @@ class FinishedRun:
 
     @cached_property
     def dataset(self):
-        loaded = data.load(self.cfg.dataset, self.cfg.data_dir, self.cfg.image_size)
+        loaded = data.from_flags(self.cfg)
         check_data(self.cfg.dataset_info, loaded.info, self.folder)
         return loaded.to(self.device)
 
@@ -168,13 +170,46 @@ def print_table(groups, part, title):
 
 def cells(columns):
     """Texts of a row. columns: the numbers of each group's seeds"""
-    means = [statistics.fmean(values) for values in columns]
+    means = [np.mean(values) for values in columns]
     texts = ["-" if mean != mean else f"{mean:.2f}" for mean in means]       # nan: never guessed
     for i, values in enumerate(columns):
-        texts[i] += f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        if len(values) > 1 and means[i] == means[i]:
+            texts[i] += f" ± {np.std(values, ddof=1):.2f}"
     if len(means) == 2:
         texts.append(f"{means[1] - means[0]:+.2f}".replace("+nan", "-"))
     return texts
+
+
+# Student's t, two-sided 95 %, for two to ten seeds; for more the last one is on the safe side
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def t_interval(differences):
+    """Mean and half the width of its 95 % t interval, of at least two paired differences."""
+    n, error = len(differences), np.std(differences, ddof=1) / len(differences) ** 0.5
+    return np.mean(differences), T_95[min(n - 2, 8)] * error
+
+
+def print_differences(ours, theirs):
+    """bACC, GM and recalls of two methods, paired by seed: ours less theirs with its interval."""
+    names, first = list(grouped([*ours, *theirs])), ours[0]
+    a, b = ({run.cfg.seed: run.reported for run in runs} for runs in (ours, theirs))
+    seeds = sorted(a.keys() & b.keys())
+    if len(seeds) < 2 or len(a) < len(ours) or len(b) < len(theirs):
+        raise UserError(f"--against: an interval needs two seeds or more that both methods have, "
+                        f"each once, here are {len(seeds)}; name the runs of one method on each "
+                        f"side, e.g. runs/a_s* --against runs/b_s*")
+    print(f"{f'seeds {seeds[0]} to {seeds[-1]}: {len(seeds)}':<26.26}{'labels':>7}{names[0]:>20.19}"
+          f"{names[-1]:>20.19}  difference, 95 % t interval")
+    rows = [(label, "", lambda run, key=key: run[key]) for key, label in ROWS.items()
+            if key in first.reported]
+    rows += [(f"  {name}", first.labels_per_class[k], lambda run, k=k: run["recall"][k])
+             for k, name in enumerate(first.cfg.dataset_info["names"])]
+    for label, labels, number in rows:
+        x, y = ([number(runs[seed]) for seed in seeds] for runs in (a, b))
+        mean, half = t_interval([i - j for i, j in zip(x, y, strict=True)])
+        print(f"{label:<26.26}{labels:>7}{np.mean(x):>20.2f}{np.mean(y):>20.2f}"
+              f"{mean:>+9.2f} ± {half:.2f}{'  tied' if abs(mean) <= half else ''}")
 
 
 def print_reported(runs, pseudo):
@@ -185,3 +220,51 @@ def print_reported(runs, pseudo):
     print_table(grouped(runs), lambda run: run.reported, "mean of the last 20")
     if pseudo:
         print_table(grouped(runs), lambda run: run.pseudo, "\npseudo-labels")
+
+
+def list_runs(folder):
+    """A line for each run below a folder: bACC and GM as reported, or the last ones so far."""
+    found = sorted(path.parent for path in Path(folder).rglob("config.json"))
+    if not found:
+        raise UserError(f"{folder} holds no run; name a folder that a training script wrote, or "
+                        f"one that holds such folders")
+    for place in found:
+        numbers = {"bacc": "nan", "gm": "nan", "iter": 0}
+        if (place / "result.json").exists():
+            numbers = json.loads((place / "result.json").read_text())
+        elif (place / "log.csv").exists():
+            *_, numbers = csv.DictReader((place / "log.csv").read_text().splitlines())
+        print(f"{float(numbers['bacc']):7.2f} {float(numbers['gm']):7.2f}  "
+              f"{place.relative_to(folder)}" + f" (at {numbers.get('iter')})" * ("iter" in numbers))
+
+
+def predict_pictures(run, path, out, doubtful, skip_broken):
+    """Write the two likeliest labels of each picture at `path`, by the run's averaged network, or
+    list the `doubtful` pictures that one should look at."""
+    info = run.cfg.dataset_info
+    names, (files, images) = info["names"], readers.read_unknown(path, info["size"], skip_broken)
+    p = evaluate.scores(run.predict, images, run.normalise).softmax(1).cpu()          # (N, K)
+    top, guess = p.topk(2)                                                   # (N, 2) each
+    rows = [(file, names[a], f"{p_a:.4f}", names[b], f"{p_b:.4f}") for file, (a, b), (p_a, p_b)
+            in zip(files, guess.tolist(), top.tolist(), strict=True)]
+    if out or not doubtful:
+        file = open(out, "w", newline="", encoding="utf-8") if out else sys.stdout
+        header = ("file", "label", "probability", "second", "second_probability")
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+        if out:
+            file.close()
+            print(f"{len(files)} predictions in {out}")
+    if doubtful:
+        print("least certain: probability, label, probability, second choice, file")
+        for i in top[:, 0].argsort()[:doubtful].tolist():
+            file, a, p_a, b, p_b = rows[i]
+            print(f"  {p_a} {a:<20} {p_b} {b:<20} {file}")
+        labels = [(i, names.index(Path(file).parent.name)) for i, file in enumerate(files)
+                  if Path(file).parent.name in names]                        # <class>/picture
+        wrong = sorted((p[i, k].item(), i) for i, k in labels if guess[i, 0] != k)
+        if labels:
+            print(f"label contradicted, {len(wrong)} of {len(labels)}: probability, label of the "
+                  f"folder, probability, label predicted, file")
+        for p_k, i in wrong[:doubtful]:
+            file, a, p_a, *_ = rows[i]
+            print(f"  {p_k:.4f} {Path(file).parent.name:<20} {p_a} {a:<20} {file}")

@@ -70,6 +70,8 @@ class Replay:
         self.log_pi = log_pi.float()
         torch.manual_seed(cfg.seed)
         self.model = models.build("wrn-10-1", 10, 0.02)
+        if cfg.freeze:
+            self.model.eval().requires_grad_(False).classifier.requires_grad_(True)
         self.add_heads()
         self.ema = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.optimizer = torch.optim.Adam(self.model.parameters(), cfg.lr)
@@ -152,7 +154,7 @@ class Replay:
             self.omega_optimizer.step()
         for key, value in self.model.state_dict().items():
             self.ema[key] = cfg.ema * self.ema[key] + (1 - cfg.ema) * value
-        for p in self.model.parameters():
+        for p in (p for p in self.model.parameters() if p.requires_grad):
             p.data *= 1 - cfg.lr * cfg.weight_decay
         return {name: value.item() for name, value in losses.items()}
 

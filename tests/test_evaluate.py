@@ -12,6 +12,7 @@ import sklearn.metrics
 import torch
 from conftest import stopped, train
 from PIL import Image
+from scipy import stats
 from torch.nn.functional import one_hot
 
 import data
@@ -43,9 +44,11 @@ def test_against_scikit_learn(seed):
     assert m["gm"] == pytest.approx(100 * math.prod(recall) ** (1 / 5))
 
     dataset = SimpleNamespace(test_images=images, test_labels=torch.from_numpy(y), num_classes=5)
+    precision = sklearn.metrics.precision_score(y, predicted, average=None)
+    assert m["precision"] == pytest.approx(100 * precision)
     columns = evaluate.on_test_set(first_pixel, dataset, lambda x: x)        # of log.csv
     assert columns == {key: m[key] for key in ("bacc", "gm", "acc")} | {
-        f"recall_{k}": value for k, value in enumerate(m["recall"])}
+        f"{name}_{k}": m[name][k] for name in ("recall", "precision") for k in range(5)}
 
 
 def test_gm_of_a_class_that_is_never_hit():
@@ -124,9 +127,9 @@ LONG = [*(int(20 * 10 ** (-k / 9)) for k in range(9)), 20 // 10]       # test im
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two seeds of FixMatch, one of L2AC, and one of FixMatch that was stopped."""
+    """Two seeds of FixMatch and of L2AC, and one of FixMatch that was stopped."""
     out = tmp_path_factory.mktemp("runs")
-    for name in ("none_s0", "none_s1", "l2ac_s0"):
+    for name in ("none_s0", "none_s1", "l2ac_s0", "l2ac_s1"):
         train(out / name, f"{SETTING}{name[:-3]} --seed {name[-1]}")
     stopped(out / "stopped", f"{SETTING}none --gamma_u 3", after=3)
     return out
@@ -152,10 +155,10 @@ def table(capsys, *argv):
 def test_a_folder_of_runs_is_listed(runs, capsys):
     evaluate.main([str(runs)])
     lines = sorted(capsys.readouterr().out.splitlines(), key=lambda line: line.split()[2])
-    for line, name in zip(lines, ("l2ac_s0", "none_s0", "none_s1"), strict=False):
+    for line, name in zip(lines, ("l2ac_s0", "l2ac_s1", "none_s0", "none_s1"), strict=False):
         told = result(runs / name)
         assert line.split() == [f"{told['bacc']:.2f}", f"{told['gm']:.2f}", name]
-    assert lines[3].split()[2:] == ["stopped", "(at", "2)"]
+    assert lines[4].split()[2:] == ["stopped", "(at", "2)"]
 
 
 def test_two_runs_side_by_side(runs, capsys):
@@ -182,6 +185,29 @@ def test_seeds_become_mean_and_deviation(runs, capsys):
         assert rows[label][:3] == [f"{mean:.2f}", "±", f"{deviation:.2f}"]
     tail = [statistics.mean(told["recall"][7:]) for told in single]
     assert rows["recall of the tail"][0] == f"{statistics.mean(tail):.2f}"
+
+
+def test_differences_are_paired_and_have_a_t_interval(runs, capsys):
+    """With two seeds it is 12.706 standard errors to both sides: of what a t test says."""
+    argv = [*map(str, (runs / "l2ac_s0", runs / "l2ac_s1", "--against"))]
+    evaluate.main([*argv, *(str(runs / f"none_s{s}") for s in (1, 0))])
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[:26].strip(): line[26:].split() for line in lines}
+    ours, theirs = ([result(runs / f"{name}_s{s}") for s in (0, 1)] for name in ("l2ac", "none"))
+    numbers = {"bACC": lambda run: run["bacc"], "GM": lambda run: run["gm"]} | {
+        name: lambda run, k=k: run["recall"][k] for k, name in enumerate(SHAPES)}
+    for label, number in numbers.items():
+        a, b = ([number(run) for run in side] for side in (ours, theirs))
+        if np.ptp(np.subtract(a, b)) == 0:
+            continue
+        test = stats.ttest_rel(a, b)
+        low, high = test.confidence_interval()
+        mean, half = (low + high) / 2, (high - low) / 2
+        tied = ["tied"] if test.pvalue > 0.05 else []
+        told = rows[label][-5 - len(tied):]                  # labels stand before classes
+        assert told == [f"{np.mean(a):.2f}", f"{np.mean(b):.2f}", f"{mean:+.2f}", "±",
+                        f"{half:.2f}", *tied]
+    assert rows["disk"][0] == "40" and "l2ac" in lines[0] and "none" in lines[0]
 
 
 def test_an_unfinished_run_is_told(runs, capsys):
@@ -237,9 +263,37 @@ def test_predictions_of_pictures(runs, tmp_path, capsys):
     for row, q in zip(rows, p, strict=True):
         assert row["label"] == run.cfg.dataset_info["names"][q.argmax()]
         assert float(row["probability"]) == pytest.approx(q.max().item(), abs=1e-4)
+        second = sorted(q.tolist())[-2]
+        assert row["second"] == run.cfg.dataset_info["names"][q.tolist().index(second)]
+        assert float(row["second_probability"]) == pytest.approx(second, abs=1e-4)
     capsys.readouterr()
     evaluate.main(argv)                                      # the same on the screen
     assert capsys.readouterr().out.encode() == text
+
+
+def test_doubtful_pictures(runs, tmp_path, capsys):
+    """Twelve pictures, of which six lie in folders that are named like classes."""
+    x = np.random.default_rng(1).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
+    run = report.load_run(runs / "l2ac_s0")
+    names = run.cfg.dataset_info["names"]
+    with torch.no_grad():
+        p = run.model(run.normalise(torch.from_numpy(x).permute(0, 3, 1, 2))).softmax(1).numpy()
+    paths = [tmp_path / ("elsewhere" if i < 6 else names[i % 4]) / f"{i:02}.png" for i in range(12)]
+    for path, image in zip(paths, x, strict=True):
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(image).save(path)
+    (tmp_path / "elsewhere/broken.png").write_text("text")
+    evaluate.main(f"{run.folder} --predict {tmp_path} --doubtful 3 --skip_broken".split())
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert "1 picture(s) cannot be read" in err and "elsewhere/broken.png" in err
+    assert [line.split()[-1] for line in lines[1:4]] == [str(paths[i]) for i in
+                                                         p.max(1).argsort()[:3]]
+    wrong = [i for i in range(6, 12) if p[i].argmax() != i % 4]
+    wrong.sort(key=lambda i: p[i, i % 4])
+    assert f"{len(wrong)} of 6" in lines[4]
+    assert [line.split()[-1] for line in lines[5:]] == [str(paths[i]) for i in wrong[:3]]
+    assert lines[5].split()[:2] == [f"{p[wrong[0], wrong[0] % 4]:.4f}", names[wrong[0] % 4]]
 
 
 def test_data_on_another_device_leave_the_first_alone():

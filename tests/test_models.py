@@ -1,11 +1,14 @@
 """The networks: sizes, wiring, BatchNorm handling; EMA and weight decay."""
+import re
 from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchvision.models import resnet34
+from torchvision.models import get_model
 
 import models
 from support import UserError
@@ -38,20 +41,52 @@ def test_wide_resnets(depth, width, num_classes):
     torch.testing.assert_close(model(x), z @ model.classifier.weight.T + model.classifier.bias)
 
 
-@pytest.mark.slow
-def test_resnet34_is_torchvisions():
-    ours, theirs = models.build("resnet34", 1000, 0.1), resnet34()
-    weights = {k.removeprefix("network.").replace("classifier", "fc"): v
-               for k, v in ours.state_dict().items()}
-    theirs.load_state_dict(weights)
-    x = torch.randn(2, 3, 64, 64)
-    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
-    z = ours.features(x)
-    assert z.shape == (2, 512)
-    torch.testing.assert_close(ours(x), z @ ours.classifier.weight.T + ours.classifier.bias)
+@pytest.mark.parametrize("name,head", [
+    ("resnet18", "fc"), ("mobilenet_v3_small", "classifier.3"),
+    *(pytest.param(name, head, marks=pytest.mark.slow) for name, head in (
+        ("resnet50", "fc"), ("convnext_tiny", "classifier.2"), ("efficientnet_b0", "classifier.1"),
+        ("vit_b_16", "heads.head"), ("googlenet", "fc")))])
+def test_networks_of_torchvision(tmp_path, name, head):
+    """Their weights from a file, by which both give the same logits; with another number of classes
+    the classifier is new. Training draws no random numbers (dropout, stochastic depth)."""
+    size = 64 if name == "vit_b_16" else 96
+    options = {"image_size": size} if name == "vit_b_16" else {}
+    theirs = get_model(name, **options).eval()
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    flags = SimpleNamespace(model=name, bn_momentum=0.1, image_size=size, freeze=False,
+                            weights=tmp_path / "weights.pt")
+    ours, x = models.from_flags(flags, 1000), torch.randn(4, 3, size, size)
+    torch.manual_seed(0)
+    z = ours.features(x)                                      # in train mode
+    assert z.shape == (4, theirs.get_submodule(head).in_features)
+    assert torch.random.initial_seed() == 0 and torch.rand(1) == torch.rand(
+        1, generator=torch.Generator().manual_seed(0))
+    ours, few = models.from_flags(flags, 1000).eval(), models.from_flags(flags, 7).eval()
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(few.features(x), ours.features(x))
+    assert few.classifier.weight.shape[0] == 7
 
 
-@pytest.mark.parametrize("name", ["wrn-28", "wrn-27-2", "wrn-4-2", "wrn-28-0", "resnet"])
+def test_weights_of_imagenet_without_a_network(monkeypatch, tmp_path):
+    """The message says which file is to be put where; there it is found."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    flags = SimpleNamespace(model="mobilenet_v3_small", bn_momentum=0.1, image_size=32,
+                            weights="default", freeze=False)
+
+    def fail(*args, **kwargs):
+        raise OSError("no network")
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fail)
+    with pytest.raises(UserError, match="put the file https.*mobilenet_v3_small.*into") as error:
+        models.from_flags(flags, 3)
+    url, place = re.search(r"put the file (\S+) into (\S+)", str(error.value)).groups()
+    Path(place).mkdir(parents=True, exist_ok=True)
+    theirs = get_model("mobilenet_v3_small")
+    torch.save(theirs.state_dict(), Path(place, url.split("/")[-1]))
+    ours = models.from_flags(flags, 3)
+    assert torch.equal(ours.network.features[0][0].weight, theirs.features[0][0].weight)
+
+
+@pytest.mark.parametrize("name", ["wrn-28", "wrn-27-2", "wrn-4-2", "wrn-28-0", "fcn_resnet50"])
 def test_names_that_are_no_network(name):
     with pytest.raises(UserError, match=f"--model {name} "):
         models.build(name, 10)

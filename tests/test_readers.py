@@ -266,7 +266,7 @@ def test_nested_linked_hidden_and_other_files(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage,named", [
-    (lambda f: (f / "test").rename(f / "tests"), "no folder test"),
+    (lambda f: shutil.rmtree(f / "test") or (f / "test").mkdir(), "no folder test"),
     (lambda f: (f / "train").rename(f / "training"), "no folder train"),
     (lambda f: shutil.rmtree(f / "train") or (f / "train").mkdir(), "no folder train"),
     (lambda f: (f / "test/ape").rename(f / "test/apes"), "test/apes"),
@@ -294,6 +294,44 @@ def test_all_broken_pictures_are_named(folder):
         load(folder)
     assert str(error.value).count(str(folder)) == 10
     assert not list((folder.parent / "data/cache").iterdir())
+
+
+def test_broken_pictures_can_be_left_out(folder, monkeypatch, capsys):
+    """One of each part; labels keep their pictures. From the cache the second time."""
+    whole = load(folder)
+    for path in ("train/bee/bee_0.png", "unlabeled/ape_1.png", "test/cow/cow_1.png"):
+        (folder / path).write_text("text")
+    for decode in (readers.decode, None):
+        monkeypatch.setattr(readers, "decode", decode)
+        d = data.load(str(folder), folder.parent / "data", 10, skip_broken=True)
+        first = 200 if len(whole.labels) > 200 else np.flatnonzero(whole.labels == 1)[0]
+        unlabeled = np.flatnonzero(whole.labels == -1)[0] + 1
+        assert torch.equal(d.images, whole.images[np.delete(np.arange(len(whole.labels)),
+                                                            [first, unlabeled])])
+        assert d.labels.tolist() == np.delete(whole.labels, [first, unlabeled]).tolist()
+        assert torch.equal(d.test_images, whole.test_images[:-1])
+        assert d.test_labels.tolist() == whole.test_labels.tolist()[:-1]
+    assert "3 picture(s) cannot be read" in capsys.readouterr().err
+    for path in (folder / "train/bee").iterdir():
+        path.write_text("text")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="no readable picture in train/bee"):
+        data.load(str(folder), folder.parent / "data", 10, skip_broken=True)
+
+
+@pytest.mark.parametrize("share,held", [(0.2, [4, 1, 1, 0]), (0.5, [10, 2, 1, 0])])
+def test_a_share_is_held_out_where_there_is_no_test_set(tmp_path, capsys, share, held):
+    """Of classes of 20, 4, 2 images and one: at least one, never the last. Each image is in one of
+    the sets, whatever the seed."""
+    x, y = noise(27, 8, 8, 3), np.repeat(range(4), (20, 4, 2, 1))
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, track=np.arange(27))
+    d = data.load(str(tmp_path / "own.npz"), hold_out=share)
+    assert np.bincount(d.test_labels, minlength=4).tolist() == held
+    assert f"{share:.0%} of each class, {sum(held)} images" in capsys.readouterr().err
+    both = torch.cat([d.images, d.test_images])
+    assert sorted(map(bytes, both.permute(0, 2, 3, 1).numpy())) == sorted(map(bytes, x))
+    assert np.array_equal(channels_last(d.images), x[d.tracks])
+    assert d.labels.tolist() == y[d.tracks].tolist()
 
 
 def test_read_unknown(folder, tmp_path):

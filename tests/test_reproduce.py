@@ -11,6 +11,7 @@ from scipy import stats
 import train_fixmatch
 from scripts import collect, reproduce
 from scripts.tables import SCALES, TABLES, Cell
+from support import report
 
 SETTINGS = {  # gamma_l, gamma_u, reverse_u
     "gamma 100": (100, 100, False), "gamma 150": (150, 150, False), "gamma_u 1": (100, 1, False),
@@ -129,7 +130,7 @@ def test_right_is_the_share_of_all_labels_that_count():
 
 
 def test_quantiles():
-    assert stats.t.ppf(0.975, range(1, 10)) == pytest.approx(collect.T_95, abs=5e-4)
+    assert stats.t.ppf(0.975, range(1, 10)) == pytest.approx(report.T_95, abs=5e-4)
 
 
 def test_a_difference_is_bold_if_the_t_test_says_so():

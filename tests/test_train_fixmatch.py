@@ -4,12 +4,14 @@ import csv
 
 import numpy as np
 import pytest
+import torch
 from conftest import own_npz, same, stopped
 from conftest import train as train_tiny
 from replay import FixMatch, compare
 
+import models
 import train_fixmatch
-from support import config
+from support import config, report
 from support.run import Run
 
 TAU = "--tau 0.2 "                       # low, so that some pseudo-labels count at once
@@ -23,7 +25,7 @@ def train(out, flags=""):
     "--method l2ac", "--method none --pseudo_from adaptive --attractor_start prior",
     "--lambda_u 0.5 --omega_every 2 --seed 1",
     "--attractor vector --attractor_start prior --pseudo_from adaptive",
-    "--attractor_input l2 --no_flip", "--labels soft"])
+    "--attractor_input l2 --no_flip", "--labels soft", "--freeze"])
 def test_three_iterations_by_hand(tmp_path, flags):
     compare(FixMatch, tmp_path, f"{TAU} --n_strong 2 --eta 0.01 {flags}", train_fixmatch.main)
 
@@ -34,6 +36,27 @@ def test_a_stopped_run_goes_on_and_a_finished_one_can_be_made_longer(tmp_path):
     stopped(tmp_path / "parts", TAU + "--iters 8", after=4)
     train(tmp_path / "parts", "--iters 8 --resume")
     assert same(whole, train(tmp_path / "parts", "--iters 12 --resume"))
+
+
+def test_frozen_features(tmp_path):
+    """theta stays as it is bit for bit, in the EMA too; phi moves; a stopped run goes on."""
+    start = models.build("wrn-10-1", 10)
+    torch.save(start.state_dict(), tmp_path / "weights.pt")
+    flags = f"--freeze --model wrn-10-1 --weights {tmp_path / 'weights.pt'} "
+    whole = train(tmp_path / "whole", flags)
+    for key, value in start.state_dict().items():
+        for part in ("model", "ema"):
+            assert torch.equal(whole[part][key], value) != key.startswith("classifier"), key
+    assert whole["config"]["dataset_info"]["mean"] == [0.485, 0.456, 0.406]       # ImageNet's
+    stopped(tmp_path / "parts", TAU + flags, after=4)
+    assert same(whole, train(tmp_path / "parts", flags + "--resume"))
+
+
+@pytest.mark.parametrize("model", ["resnet18", pytest.param("vit_b_16", marks=pytest.mark.slow)])
+def test_a_network_of_torchvision_trains(tmp_path, model):
+    state = train(tmp_path, f"--iters 2 --eval_every 2 --image_size 32 --model {model}")
+    assert state["step"] == 2 and state["history"][-1]["loss_bal"] > 0
+    torch.testing.assert_close(report.load_run(tmp_path).last["bacc"], state["history"][-1]["bacc"])
 
 
 def evaluated(iters, eval_every):

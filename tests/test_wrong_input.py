@@ -12,6 +12,7 @@ from conftest import ROOT, TINY, checkpoint, own_npz, train
 from PIL import Image
 
 import evaluate
+import models
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
@@ -37,7 +38,13 @@ CASES = {  # script: {arguments: a part of the sentence}; --out is a new folder 
         "--dataset none.npz": "none.npz", "--dataset half.npz": "half.npz",
         "--dataset lacks.npz": "y_test", "--dataset float.npz": "x_train is float64",
         "--dataset short.npz": "y_train", "--dataset gap.npz": "y_train",
-        "--dataset pictures": "pictures: there is no folder test/<class>",
+        "--dataset pictures": "1 class",
+        # networks
+        "--model resnet19": "near it are resnet18", "--model squeezenet1_0": "no linear",
+        "--model resnet18 --weights none.pt": "--weights none.pt: none that can be read",
+        "--model resnet18 --weights wrn.pt": "--weights wrn.pt does not fit --model resnet18",
+        "--model wrn-10-1 --weights less.pt": "less.pt does not fit --model wrn-10-1: it lacks",
+        "--model wrn-10-1 --weights default": "--weights default: none that can be read",
         "--dataset broken": "cannot be read .broken/train/b/0.png",
         # run folders
         "--out run": "already holds a run", "--out run --resume --seed 1": "--seed is 1",
@@ -81,6 +88,9 @@ def here(tmp_path_factory):
     (folder / "damaged/last.pt").write_bytes((folder / "run/last.pt").read_bytes()[:5000])
     torch.save(checkpoint(folder / "run") | {"x": os.system}, folder / "code/last.pt")
     (folder / "lost/last.pt").unlink()
+    state = models.build("wrn-10-1", 10).state_dict()
+    torch.save(state, folder / "wrn.pt")
+    torch.save({key: x for key, x in state.items() if key != "bn.bias"}, folder / "less.pt")
     return folder
 
 
