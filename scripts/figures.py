@@ -407,7 +407,7 @@ STORED = {"story": lambda: story(stored("attractor", "digits", "gamma_u 1")),   
 def main(argv=None):
     p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("runs", nargs="*", help="run folders")
-    p.add_argument("--out", type=Path, required=True, help="folder, or a file for a single figure")
+    p.add_argument("--out", type=Path, default="figures", help="folder, or a file for one figure")
     p.add_argument("--only", nargs="+", choices=[*FIGURES, *STORED], help="some of them")
     args = p.parse_args(argv)
     runs = [report.load_run(folder) for folder in args.runs]

@@ -1,12 +1,19 @@
 """Pages: links lead somewhere, and programs know the flags of the commands in blocks of code."""
 import argparse
+import csv
 import importlib
 import re
 import shlex
+from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, train
+from PIL import Image
 from torch.distributed.run import parse_args as torchrun_arguments
+
+import evaluate
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "baselines/README.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -41,6 +48,27 @@ def test_a_command_is_accepted(words, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
     with pytest.raises(Parsed):
         importlib.import_module(words[0]).main(list(words[1:]))
+
+
+def test_the_code_of_data_md(tmp_path, monkeypatch):
+    """A trained network in one's own code, and exported: the numbers of --predict."""
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).integers(0, 256, (5, 9, 12, 3), dtype=np.uint8)
+    for i, image in enumerate(x):
+        Path("new_pictures").mkdir(exist_ok=True)
+        Image.fromarray(image).save(f"new_pictures/{i}.png")
+    run = "runs/pictures_fixmatch_l2ac_scalemini_s0"
+    train(Path(run), "--iters 2")
+    found = {"torch": torch}
+    for kind, code in FENCE.findall((ROOT / "docs/data.md").read_text()):
+        if kind == "python" and "mine" not in code:
+            exec(code, found)
+    evaluate.main([run, "--predict", "new_pictures", "--csv", "out.csv"])
+    rows = list(csv.DictReader(Path("out.csv").read_text().splitlines()))
+    assert [row["label"] for row in rows] == found["labels"]
+    for p in (found["p"], found["same"]):
+        told = [float(row["probability"]) for row in rows]
+        assert p.max(1).values.tolist() == pytest.approx(told, abs=1e-4)
 
 
 def anchors(page):
