@@ -110,12 +110,15 @@ def panels(n, height, across=2, **kwargs):
 
 
 def name_classes(ax, names, counts=None):
-    """Class names on the x axis, with a number below each. Only some of them if there are many."""
-    labels = names if counts is None else [f"{n}\n{c}" for n, c in zip(names, counts, strict=True)]
-    step, widest = -(-len(names) // 25), max(map(len, names))
-    slanted = counts is None and widest > 2 or len(names) > 12 or widest > 12
-    ax.set_xticks(range(0, len(names), step), labels[::step], parse_math=False,
-                  **(dict(rotation=40, ha="right", rotation_mode="anchor") if slanted else {}))
+    """Class names on the x axis, each with a number. Only some of them if there are very many."""
+    step, widest = -(-len(names) // 50), max(map(len, names))
+    turned = counts is None and widest > 2 or len(names) > 12 or widest > 12
+    labels = names if counts is None else [f"{n}{', ' if turned else chr(10)}{c}"
+                                           for n, c in zip(names, counts, strict=True)]
+    ax.set_xticks(range(0, len(names), step), labels[::step], parse_math=False, **(
+        dict(rotation=90 if len(names) > 20 else 40, rotation_mode="anchor", ha="right",
+             va="center" if len(names) > 20 else "top", fontsize=7.5 if len(names) > 20 else 9)
+        if turned else {}))
 
 
 def by_size(group):
@@ -164,7 +167,9 @@ def heat(ax, matrix, columns, rows, cmap="Blues", low=0, high=100, form="{:.0f}"
 def story(groups):
     """Recall by class, and below it what the attractor adds: the whole method in one picture."""
     group = next(group for group in groups if group.first.attractor)
-    figure, (top, below) = plt.subplots(2, figsize=(WIDTH, 5.2), height_ratios=(5, 3), sharex=True)
+    height = 5.2 if len(group.classes) <= 20 else 6.2
+    figure, (top, below) = plt.subplots(2, figsize=(WIDTH, height), height_ratios=(5, 3),
+                                        sharex=True)
     by_class(top, by_setting(groups)[group.setting], lambda run: run.reported["recall"],
              "recall on the test set, %")
     top.set_ylim(0, 102)
@@ -225,7 +230,7 @@ def views(groups):
 def bars(section, key, ylabel, groups):
     """Numbers of a run by class, a panel for each setting."""
     settings = by_setting(groups).values()
-    figure, axes = panels(len(settings), 3, across=1)
+    figure, axes = panels(len(settings), 3.4, across=1)
     for ax, members in zip(axes, settings, strict=True):
         by_class(ax, members, lambda run: getattr(run, section)[key], ylabel)
     axes[-1].set_xlabel("class, number of labeled images")

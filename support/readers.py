@@ -26,14 +26,14 @@ from support.shapes import SHAPES, synthetic
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
 STL10 = "airplane bird car cat deer dog horse monkey ship truck".split()
-GTSRB = [*(f"{speed} km/h" for speed in (20, 30, 50, 60, 70, 80)), "end of 80 km/h", "100 km/h",
-         "120 km/h", "no passing", "no passing (trucks)", "priority here", "priority road", "yield",
+GTSRB = [*(f"{speed} km/h" for speed in (20, 30, 50, 60, 70, 80)), "end: 80 km/h", "100 km/h",
+         "120 km/h", "no passing", "no truck passing", "priority here", "priority road", "yield",
          "stop", "no vehicles", "no trucks", "no entry", "danger", "curve left", "curve right",
          "double curve", "bumpy road", "slippery road", "road narrows", "road works",
          "traffic lights", "pedestrians", "children", "bicycles", "ice or snow", "wild animals",
-         "end of limits", "turn right", "turn left", "ahead only", "ahead or right",
-         "ahead or left", "keep right", "keep left", "roundabout", "end of no passing",
-         "end of no passing (trucks)"]
+         "end: all limits", "turn right", "turn left", "ahead only", "ahead or right",
+         "ahead or left", "keep right", "keep left", "roundabout", "end: no passing",
+         "end: truck passing"]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)                  # mean, std
 BUILT_IN = {  # class names (None: the reader knows them), mean and standard deviation per channel
     "digits": (None, (0.3053, 0.3053, 0.3053), (0.3760, 0.3760, 0.3760)),
