@@ -167,13 +167,16 @@ def split(dataset, cfg):
                                     for i, n in zip(members, n_counts, strict=True)])
     elif cfg.pool == "union":
         unlabeled = np.concatenate([labeled, unlabeled])
+    if len(unlabeled) == 0 and cfg.base != "supervised":
+        raise UserError("--m1: there would be no unlabeled images; ask for some, or train on the "
+                        "labels only with `python -m baselines.train --base supervised`")
     return labeled, unlabeled
 
 
 def draw_members(dataset, seed, k, n, m):
     """n + m images of class k: first one of each track, then a second one of each, and so on."""
     members = np.flatnonzero(dataset.labels == k)
-    if n < 1 or n + m > len(members):
+    if n < 1 or m < 0 or n + m > len(members):
         raise UserError(f"--n1, --gamma_l, --m1, --gamma_u (or --beta, --ratio) ask for {n} "
                         f"labeled and {m} unlabeled images of class {k} ({dataset.names[k]}), "
                         f"which has {len(members)}; at least 1 must be labeled")

@@ -154,10 +154,10 @@ def choose_test(labels, num_classes, kind, gamma, seed):
     members = [data.rng(seed, "test set", k).permutation((labels == k).nonzero()[0])
                for k in range(num_classes)]
     full = min(len(m) for m in members)
+    if not 1 <= gamma <= full:
+        raise UserError(f"--gamma_t {gamma:g}: each class must keep a test image, the smallest has "
+                        f"{full}; choose 1 to {full}, or leave --test out")
     counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
-    if min(counts) < 1:
-        raise UserError(f"--gamma_t {gamma:g}: a class would be left without a test image, the "
-                        f"smallest has {full}; choose a smaller one, or leave --test out")
     if kind == "random":
         counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)
     return [i for m, n in zip(members, counts, strict=True) for i in m[:n]]

@@ -13,6 +13,7 @@ import argparse
 from scripts import clusters, collect, study
 from scripts.collect import runs_of
 from scripts.tables import SCALES, TABLES
+from support import exit_cleanly
 
 
 def main(argv=None):
@@ -46,4 +47,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    exit_cleanly(main)

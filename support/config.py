@@ -140,7 +140,9 @@ def check(cfg):
     for key, low, high in (("iters", 1, 1e12), ("batch_size", 2, 1e6), ("batch_size_u", 2, 1e6),
                            ("eval_every", 1, 1e12), ("gamma_l", 1, 1e9), ("gamma_u", 1, 1e9),
                            ("beta", 0, 1), ("hold_out", 1e-3, 0.9), ("ratio", 1e-6, 1e9),
-                           ("tau", 0, 1), ("seed", 0, 2**31)):
+                           ("tau", 0, 1), ("seed", 0, 2**31), ("lr", 0, 1e99), ("ra_n", 0, 99),
+                           ("n_strong", 1, 99), ("omega_every", 1, 1e12), ("hidden", 1, 1e6),
+                           ("image_size", 8, 1e4), ("threads", 0, 1e3)):
         value = getattr(cfg, key, None)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{key} {value:g} is not between {low:g} and {high:g}")

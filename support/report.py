@@ -143,7 +143,11 @@ def grouped(runs):
         groups.setdefault(name, []).append(run)
     common = commonprefix(list(groups))
     begin = max(common.rfind("/"), common.rfind("_") if len(groups) > 1 else 0) + 1
-    return {name[begin:]: members for name, members in groups.items()}
+    names = [name[begin:] for name in groups]
+    common = commonprefix([name[::-1] for name in names])[::-1] if len(names) > 1 else ""
+    end = len(common) - common.find("_") if "_" in common else 0      # flags that all of them have
+    short = [name[:len(name) - end] for name in names]
+    return dict(zip(short if all(short) else names, groups.values(), strict=True))
 
 
 def print_table(groups, part, title):
@@ -242,13 +246,14 @@ def predict_pictures(run, path, out, doubtful, skip_broken):
     """Write the two likeliest labels of each picture at `path`, by the run's averaged network, or
     list the `doubtful` pictures that one should look at."""
     info = run.cfg.dataset_info
+    file = sys.stdout if not out else open(out, "w", newline="", encoding="utf-8",
+                                           errors="backslashreplace")       # names of any bytes
     names, (files, images) = info["names"], readers.read_unknown(path, info["size"], skip_broken)
     p = evaluate.scores(run.predict, images, run.normalise).softmax(1).cpu()          # (N, K)
     top, guess = p.topk(2)                                                   # (N, 2) each
     rows = [(file, names[a], f"{p_a:.4f}", names[b], f"{p_b:.4f}") for file, (a, b), (p_a, p_b)
             in zip(files, guess.tolist(), top.tolist(), strict=True)]
     if out or not doubtful:
-        file = open(out, "w", newline="", encoding="utf-8") if out else sys.stdout
         header = ("file", "label", "probability", "second", "second_probability")
         csv.writer(file, lineterminator="\n").writerows([header, *rows])
         if out:

@@ -14,6 +14,7 @@ import textwrap
 import time
 import zipfile
 from datetime import timedelta
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
@@ -112,12 +113,18 @@ class Run:
     def ends_epoch(self, done):
         return done % self.cfg.eval_every == 0 or done in self.milestones
 
+    @cached_property
+    def interval(self):
+        """Between the last evaluations, whose mean is reported: they should lie in the last tenth
+        of the run, on the grid of the epochs."""
+        tenth, epoch = self.cfg.iters // (10 * LAST), self.cfg.eval_every
+        return max((n for n in range(1, min(tenth, epoch) + 1) if epoch % n == 0), default=epoch)
+
     def is_evaluated(self, done):
-        """At the end of an epoch, and densely at the end of the run: what is reported is the mean
-        of the last 20 evaluations, and they should lie in its last tenth."""
-        left, interval = self.cfg.iters - done, self.cfg.iters // (10 * LAST)
-        dense = 0 < interval < self.cfg.eval_every and left < LAST * interval
-        return self.ends_epoch(done) or left == 0 or dense and left % interval == 0
+        """At the end of an epoch, and densely at the end of the run."""
+        left = self.cfg.iters - done
+        dense = left <= (LAST - 1) * self.interval and done % self.interval == 0
+        return self.ends_epoch(done) or left == 0 or dense
 
     def evaluate_now(self, done):
         means = self.means.values()                  # of all processes
@@ -146,6 +153,8 @@ class Run:
         rows = self.reported(self.history, self.cfg)[-LAST:]
         mean = metrics.mean_of_last(rows)
         if not (self.folder / "result.json").exists():
+            # again: it may have been killed between its last checkpoint and the log
+            write(self.folder / "log.csv", log_lines(self.history).encode())
             content = mean | {"evaluations": len(rows), "seconds": self.seconds}
             text = json.dumps(content, indent=1).replace("NaN", "null")      # of an untested class
             write(self.folder / "result.json", text.encode())
@@ -179,9 +188,9 @@ class Run:
         rate = (done - self.start) / (self.seconds - self.before + now - self.since)
         left = timedelta(seconds=round((self.cfg.iters - done) / rate))
         if done == self.start + 20 and done < self.cfg.iters:
+            advice = "; --scale mini takes minutes" * (self.cfg.scale != "mini")
             print(f"about {left} to go" if left.days == 0 else
-                  f"WARNING: about {left} to go on this machine; --scale mini takes minutes",
-                  flush=True)
+                  f"WARNING: about {left} to go on this machine{advice}", flush=True)
         elif sys.stdout.isatty() and now - self.updated > 1:
             self.updated = now
             print(f"\r\033[K{done}/{self.cfg.iters} ({100 * done // self.cfg.iters}%)  "
@@ -196,7 +205,7 @@ class Run:
         clear = "\r\033[K" if sys.stdout.isatty() else ""
         if not self.columns:                         # those that are not nan; none is kept at first
             self.columns = [key for key in SHOWN if row[key] == row[key] or key == "right"
-                            and row["kept"] == 0]
+                            and row["kept"] == 0 and any(cfg.dataset_info["unlabeled"])]
             print(clear + " ".join(f"{key:>8}" for key in self.columns))
         text = " ".join(f"{row[key]:>8.{SHOWN[key]}f}" for key in self.columns)
         print(clear + text.replace("nan", "  -"), flush=True)
@@ -283,7 +292,7 @@ def check_same_run(state, cfg, folder, resizable):
             raise UserError(f"--{key} is {now[key]}, but the run in {folder} has "
                             f"{saved.get(key, 'none')}; --resume continues a run with its flags")
     check_data(saved["dataset_info"], cfg.dataset_info, folder)
-    if state["step"] > cfg.iters:
+    if state["step"] > cfg.iters or state["step"] == cfg.iters != saved["iters"]:
         raise UserError(f"--iters is {cfg.iters}, but the run in {folder} is already at "
                         f"{state['step']}; ask for more, or choose another --out")
 

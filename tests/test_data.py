@@ -42,9 +42,9 @@ NONE = dict(n1=None, m1=None, gamma_l=None, gamma_u=None)
 
 
 def flags(**changes):
-    return SimpleNamespace(**(dict(dataset="name", n1=30, m1=60, gamma_l=10, gamma_u=5, seed=0,
-                                   reverse_u=False, imbalance="long", pool="disjoint", beta=None,
-                                   ratio=None) | changes))
+    return SimpleNamespace(**(dict(dataset="name", base="fixmatch", n1=30, m1=60, gamma_l=10,
+                                   gamma_u=5, seed=0, reverse_u=False, imbalance="long",
+                                   pool="disjoint", beta=None, ratio=None) | changes))
 
 
 def like(sizes, unlabeled=0):

@@ -290,7 +290,7 @@ def test_a_run_from_before_a_flag_existed(copy, tmp_path_factory):
         del state["config"][flag]
     torch.save(state, copy / "last.pt")
     again = report.load_run(copy)
-    assert again.last == numbers and (again.cfg.hidden, again.cfg.pool) == (256, "disjoint")
+    assert same(again.last, numbers) and (again.cfg.hidden, again.cfg.pool) == (256, "disjoint")
     with pytest.raises(UserError, match="--omega_every is 2"):
         train(copy, TAU + "--resume --iters 9 --omega_every 2")
     whole = train(tmp_path_factory.mktemp("whole"), TAU + "--iters 9")

@@ -76,6 +76,8 @@ def test_when_a_run_is_evaluated():
     # Digits, every 60: 20 of these are the whole run, so there are 20 in its last tenth, 120
     # iterations, one every 6: 1,086 to 1,200, besides the epochs' ends.
     assert evaluated(1200, 60) == [*range(60, 1081, 60), *range(1086, 1201, 6)]
+    # One grid: an interval of at most 15 that divides 100.
+    assert evaluated(3000, 100) == [*range(100, 2801, 100), *range(2810, 3001, 10)]
     # The last one counts, whatever the grid.
     assert evaluated(100, 30) == [30, 60, 90, 100]
 

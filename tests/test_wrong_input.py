@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, checkpoint, own_npz, train
+from conftest import ROOT, TINY, checkpoint, own_npz, stopped, train
 from PIL import Image
 
 import evaluate
@@ -32,6 +32,7 @@ CASES = {  # script: {arguments: a part of the sentence}; --out is a new folder 
         "--dataset nothing": "--dataset nothing", "--device cuda": "--device cuda",
         # splits: a class is too small, or would have no label
         "--n1 2000": "--n1.* class 0 .disk., which has 1000", "--gamma_l 501": "0 labeled",
+        "--m1 -5": "-5 unlabeled", "--m1 0": "no unlabeled images",
         "--dataset good.npz": "no unlabeled images", "--dataset good.npz --n1 3": "--gamma_l",
         f"--dataset own.npz {FOUR}": "leave out the 80 unlabeled images",
         # files
@@ -47,6 +48,7 @@ CASES = {  # script: {arguments: a part of the sentence}; --out is a new folder 
         "--model wrn-10-1 --weights default": "--weights default: none that can be read",
         "--dataset broken": "cannot be read .broken/train/b/0.png",
         # run folders
+        "--out half --resume --iters 2": "--iters is 2, but the run in half is already at 2",
         "--out run": "already holds a run", "--out run --resume --seed 1": "--seed is 1",
         f"--out run --resume --dataset good.npz {FOUR}": "but the run in run has",
         "--out damaged --resume": "damaged/last.pt is damaged",
@@ -82,6 +84,7 @@ def here(tmp_path_factory):
         Image.fromarray(x[0]).save(folder / place / "0.png")
     (folder / "broken/train/b/0.png").write_bytes(b"no picture")
     train(folder / "run", "--iters 2")
+    stopped(folder / "half", "", after=2)
     train(folder / "own", f"--iters 2 --dataset {folder}/own.npz")
     for name in ("damaged", "code", "lost"):
         shutil.copytree(folder / "run", folder / name)
