@@ -102,7 +102,9 @@ def test_the_last_20_evaluations_lie_in_the_last_tenth(iters, eval_every):
 
 @pytest.mark.parametrize("iters,eval_every,expected", [
     (199, 50, [50, 100, 150, 199]), (1, 5, [1]),
-    (250_000, 500, range(500, 250_001, 500)),                # the paper's: one grid
+    (250_000, 500, range(500, 250_001, 500)),                # the paper's: 20 are a 25th of the run
+    (1200, 60, [*range(60, 1081, 60), *range(1086, 1201, 6)]),                 # digits
+    (3000, 100, [*range(100, 2801, 100), *range(2810, 3001, 10)]),    # 15 would not divide 100
     (250_000, 25_000, [*range(25_000, 225_001, 25_000), *range(226_250, 250_001, 1250)])])
 def test_evaluations_of_short_and_long_runs(iters, eval_every, expected):
     assert evaluations(iters, eval_every) == list(expected)

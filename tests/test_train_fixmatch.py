@@ -1,5 +1,4 @@
-"""FixMatch + L2AC: three iterations by hand, exact resume, at which iterations it is
-evaluated."""
+"""FixMatch + L2AC: three iterations by hand, exact resume, frozen features, own data."""
 import csv
 
 import numpy as np
@@ -11,8 +10,7 @@ from replay import FixMatch, compare
 
 import models
 import train_fixmatch
-from support import config, report
-from support.run import Run
+from support import report
 
 TAU = "--tau 0.2 "                       # low, so that some pseudo-labels count at once
 
@@ -57,29 +55,6 @@ def test_a_network_of_torchvision_trains(tmp_path, model):
     state = train(tmp_path, f"--iters 2 --eval_every 2 --image_size 32 --model {model}")
     assert state["step"] == 2 and state["history"][-1]["loss_bal"] > 0
     torch.testing.assert_close(report.load_run(tmp_path).last["bacc"], state["history"][-1]["bacc"])
-
-
-def evaluated(iters, eval_every):
-    """The iterations after which such a run is evaluated."""
-    argv = f"--iters {iters} --eval_every {eval_every} --device cpu".split()
-    run = Run(config.read(argv, "fixmatch", "", train_fixmatch.flags, train_fixmatch.l2ac_flags))
-    run.milestones = ()
-    return [done for done in range(1, iters + 1) if run.is_evaluated(done)]
-
-
-def test_when_a_run_is_evaluated():
-    """The mean of the last 20 evaluations is reported; they lie in the last tenth of the run."""
-    # CIFAR-10, every 500: 20 of these are 10,000 iterations, a 25th of the run, dense enough.
-    assert evaluated(250_000, 500) == [*range(500, 250_001, 500)]
-    # The same for SUN397, where 300 epochs have 231 iterations: no other evaluations in between.
-    assert evaluated(69_300, 231) == [*range(231, 69_301, 231)]
-    # Digits, every 60: 20 of these are the whole run, so there are 20 in its last tenth, 120
-    # iterations, one every 6: 1,086 to 1,200, besides the epochs' ends.
-    assert evaluated(1200, 60) == [*range(60, 1081, 60), *range(1086, 1201, 6)]
-    # One grid: an interval of at most 15 that divides 100.
-    assert evaluated(3000, 100) == [*range(100, 2801, 100), *range(2810, 3001, 10)]
-    # The last one counts, whatever the grid.
-    assert evaluated(100, 30) == [30, 60, 90, 100]
 
 
 def test_own_data(tmp_path):
