@@ -13,17 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 from matplotlib import pyplot as plt
 from sklearn.manifold import TSNE
-from torchvision.utils import make_grid
 
 import data
 import evaluate
 from scripts import study
 from scripts.collect import configuration, runs_of
 from scripts.tables import TABLES
-from support import UserError, augment, config, exit_cleanly, readers, report
+from support import UserError, config, exit_cleanly, readers, report
 
 plt.switch_backend("agg")                                # files only, no window
 BLUE, VERMILLION, SKY, ORANGE = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"   # Okabe and Ito's
@@ -209,24 +207,6 @@ def imbalanced_tests(groups):
     return figure
 
 
-def views(groups):
-    """A labeled image of each of the first ten classes, its weak view, two strong views."""
-    run = groups[0].first
-    _, first = np.unique(run.dataset.labels[run.split[0]], return_index=True)
-    x, _ = run.dataset.take(run.split[0][first[:10]])                          # (C, 3, H, W)
-    rows = [run.normalise(x)]
-    for i, view in enumerate((augment.weak, augment.strong, augment.strong)):
-        rows.append(view(x, data.rng(0, "figure", i), run.normalise, no_flip=run.cfg.no_flip))
-    info = run.cfg.dataset_info
-    mean, std = (torch.tensor(info[key])[:, None, None] for key in ("mean", "std"))
-    grid = make_grid((torch.cat(rows).cpu() * std + mean).clip(0, 1), len(x), 1, pad_value=1)
-    figure, (ax,) = panels(1, WIDTH * grid.shape[1] / grid.shape[2])
-    ax.imshow(grid.permute(1, 2, 0))
-    ax.set_title("from top: images, weak views, strong views, other strong views")
-    ax.set_axis_off()
-    return figure
-
-
 def bars(section, key, ylabel, groups):
     """Numbers of a run by class, a panel for each setting."""
     settings = by_setting(groups).values()
@@ -400,7 +380,7 @@ FIGURES = {
                                "bACC on the test set, %": ("bacc",)}),                # Fig. 10
     "losses": partial(curves, {"labeled loss; dashed: upper loss": ("loss_x", "loss_bal"),
                                "unlabeled loss": ("loss_u",)}),                       # Fig. 11
-    "tsne": tsne, "views": views, "attractor": attractor}
+    "tsne": tsne, "attractor": attractor}
 STORED = {"story": lambda: story(stored("attractor", "digits", "gamma_u 1")),      # from results/
           "story_cifar10": lambda: story(stored("attractor", "cifar10", "gamma_u 1")),
           "story_signs": lambda: story(stored("signs", "gtsrb", "natural tail")),
