@@ -246,14 +246,16 @@ def predict_pictures(run, path, out, doubtful, skip_broken):
     """Write the two likeliest labels of each picture at `path`, by the run's averaged network, or
     list the `doubtful` pictures that one should look at."""
     info = run.cfg.dataset_info
-    file = sys.stdout if not out else open(out, "w", newline="", encoding="utf-8",
-                                           errors="backslashreplace")       # names of any bytes
+    if out and not Path(out).parent.is_dir():
+        raise UserError(f"--csv {out}: there is no folder {Path(out).parent}; make it, or name one")
     names, (files, images) = info["names"], readers.read_unknown(path, info["size"], skip_broken)
     p = evaluate.scores(run.predict, images, run.normalise).softmax(1).cpu()          # (N, K)
     top, guess = p.topk(2)                                                   # (N, 2) each
     rows = [(file, names[a], f"{p_a:.4f}", names[b], f"{p_b:.4f}") for file, (a, b), (p_a, p_b)
             in zip(files, guess.tolist(), top.tolist(), strict=True)]
     if out or not doubtful:
+        file = sys.stdout if not out else open(out, "w", newline="", encoding="utf-8",
+                                               errors="backslashreplace")    # names of any bytes
         header = ("file", "label", "probability", "second", "second_probability")
         csv.writer(file, lineterminator="\n").writerows([header, *rows])
         if out:
