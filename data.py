@@ -6,7 +6,6 @@ every draw is a function of (seed, purpose, step), so a resumed run draws the sa
 No files (support/readers.py), no augmentation (support/augment.py), no networks, no losses.
 """
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor
@@ -24,10 +23,8 @@ def rng(seed, purpose, *numbers):
 
 
 def view_rng(seed, purpose, step):
-    """For the views of a batch: each rank has other images and makes its own draws.
-
-    Rank 0 draws what a single process would: NumPy takes a 0 at the end of a seed for nothing.
-    """
+    """For the views of a batch: each rank has other images and makes its own draws."""
+    # rank 0 draws what a single process would: NumPy takes a 0 at the end of a seed for nothing
     return rng(seed, purpose, step, distributed.rank())
 
 
@@ -90,12 +87,6 @@ def from_flags(cfg):
     return dataset
 
 
-def load_split(cfg, device):
-    """The dataset on the device, and the indices of its labeled and of its unlabeled images."""
-    dataset = from_flags(cfg)
-    return dataset.to(device), *split(dataset, cfg)
-
-
 # ---------------------------------------------------------------------------------------------
 # splits
 
@@ -115,8 +106,7 @@ def class_counts(n_max, num_classes, gamma, imbalance="long", reverse=False, who
 
 
 def at_least_one(x):
-    """Round half up, for the label-ratio study: truncation would leave classes without a label."""
-    return max(1, floor(x + 0.5))
+    return max(1, floor(x + 0.5))                    # half is rounded up
 
 
 def wanted_counts(dataset, cfg):
@@ -127,9 +117,9 @@ def wanted_counts(dataset, cfg):
     if cfg.ratio is not None:                        # every class is divided alike
         labeled = [int(size / (1 + cfg.ratio)) for size in sizes]
         return labeled, [size - n for size, n in zip(sizes, labeled, strict=True)]
-    if cfg.beta is not None:     # N_1 = beta of the first class, M_1 the rest of it
+    if cfg.beta is not None:     # N_1 = beta of the first class, M_1 the rest of it; not truncated,
         whole, n1 = at_least_one, at_least_one(cfg.beta * sizes[0])
-        m1 = sizes[0] - n1
+        m1 = sizes[0] - n1       # which would leave classes without a label
     if n1 is None and cfg.gamma_l is None and m1 is None and cfg.gamma_u is None:
         return None, None
     own_pool = cfg.m1 is None and cfg.gamma_u is None and (dataset.labels < 0).any()
@@ -182,10 +172,8 @@ def draw_members(dataset, seed, k, n, m):
                         f"which has {len(members)}; at least 1 must be labeled")
     drawn = rng(seed, "split", k).permutation(members)
     if dataset.tracks is not None:
-        earlier, seen = [], Counter()                # earlier images of the same track
-        for track in dataset.tracks[drawn].tolist():
-            earlier.append(seen[track])
-            seen[track] += 1
+        tracks = dataset.tracks[drawn].tolist()
+        earlier = [tracks[:i].count(track) for i, track in enumerate(tracks)]
         drawn = drawn[np.argsort(earlier, kind="stable")]
     return drawn[:n + m]
 

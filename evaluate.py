@@ -2,27 +2,23 @@
 
     python evaluate.py runs                  all runs below a folder, a line each
     python evaluate.py runs/a runs/b         the runs side by side; a folder knows its own data
-    python evaluate.py runs/a_s0 runs/a_s1   seeds of one setting become mean and deviation
+    python evaluate.py runs/a_s*             seeds of one setting become mean and deviation
+    python evaluate.py runs/a_s* --against runs/b_s*               differences, paired by seed
     python evaluate.py runs/a --pseudo       and how good the pseudo-labels are
     python evaluate.py runs/a --test longtail --gamma_t 10         on an imbalanced test set
-    python evaluate.py runs/a_s* --against runs/b_s*               differences, paired by seed
     python evaluate.py runs/a --predict PATH --csv out.csv         label pictures
     python evaluate.py runs/a --predict PATH --doubtful 20         which of them to look at
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
 thirds of the classes, ordered by the number of labeled images. No training, no plots.
 """
-import math
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 import data
 from support import UserError, config, exit_cleanly
-
-
-def average(values):
-    return sum(values) / len(values) if values else math.nan
 
 
 @torch.no_grad()
@@ -104,7 +100,7 @@ def mean_of_last(history, n=20):
     The mean of the GMs, not the GM of the mean recalls.
     """
     last = history[-n:]
-    means = {key: average([row[key] for row in last]) for key in last[0]}
+    means = {key: fmean(row[key] for row in last) for key in last[0]}
     by_class = {name: [mean for key, mean in means.items() if key.startswith(f"{name}_")]
                 for name in ("recall", "precision")}
     return {key: means[key] for key in ("bacc", "gm", "acc")} | by_class
@@ -117,9 +113,9 @@ def thirds(recall, counts):
     by class number. A class without a test image is left out.
     """
     order, n = sorted(range(len(counts)), key=lambda k: -counts[k]), round(len(counts) / 3)
-    parts = {"head": order[:n], "middle": order[n:-n], "tail": order[-n:]}
-    return {name: average([recall[k] for k in part if not math.isnan(recall[k])])
-            for name, part in parts.items()}
+    ordered = torch.tensor(recall, dtype=torch.float64)[order]                 # (K,)
+    parts = {"head": ordered[:n], "middle": ordered[n:-n], "tail": ordered[-n:]}
+    return {name: part.nanmean().item() for name, part in parts.items()}
 
 
 def pseudo_labels(logits, labels, tau):
@@ -145,13 +141,13 @@ def pseudo_labels(logits, labels, tau):
 # imbalanced test sets
 
 
-def choose_test(labels, num_classes, kind, gamma, seed):
+def choose_test(labels, num_classes, kind, gamma):
     """Indices of an imbalanced test set. labels (T,): of all test images.
 
-    longtail, reversed, random: the paper's Test-1, -2, -3. The paper does not define the last;
-    here class counts are uniform between 1/gamma of the images and all of them.
+    longtail, reversed, random: the paper's Test-1, -2, -3. The last is not defined there; here
+    class counts are uniform between 1/gamma of the images and all of them.
     """
-    members = [data.rng(seed, "test set", k).permutation((labels == k).nonzero()[0])
+    members = [data.rng(0, "test set", k).permutation((labels == k).nonzero()[0])
                for k in range(num_classes)]
     full = min(len(m) for m in members)
     if not 1 <= gamma <= full:
@@ -159,19 +155,17 @@ def choose_test(labels, num_classes, kind, gamma, seed):
                         f"{full}; choose 1 to {full}, or leave --test out")
     counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
     if kind == "random":
-        counts = data.rng(seed, "test counts").integers(counts[-1], full + 1, num_classes)
+        counts = data.rng(0, "test counts").integers(counts[-1], full + 1, num_classes)
     return [i for m, n in zip(members, counts, strict=True) for i in m[:n]]
 
 
-def on_imbalanced(run, kind, gamma, seed):
-    """({class name: test images}, metrics) of a run's last checkpoint on what choose_test chooses.
-
-    run: support.report.FinishedRun
-    """
-    dataset, predicted = run.dataset, run.test_scores.argmax(1)
-    index = choose_test(dataset.test_labels.cpu().numpy(), dataset.num_classes, kind, gamma, seed)
-    confusion = confusion_matrix(dataset.test_labels[index], predicted[index], dataset.num_classes)
-    return dict(zip(dataset.names, confusion.sum(1).tolist(), strict=True)), metrics(confusion)
+def on_imbalanced(run, kind, gamma):
+    """(test images per class [K], metrics) of a support.finished.FinishedRun, its last checkpoint,
+    on what choose_test chooses."""
+    labels, K = run.dataset.test_labels, run.dataset.num_classes
+    index = choose_test(labels.cpu().numpy(), K, kind, gamma)
+    confusion = confusion_matrix(labels[index], run.test_scores.argmax(1)[index], K)
+    return confusion.sum(1).tolist(), metrics(confusion)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -179,42 +173,38 @@ def on_imbalanced(run, kind, gamma, seed):
 
 
 def main(argv=None):
-    from support import report  # here: it imports the training files, which import this one
+    from scripts import report  # here: these two import the training files, which import this one
+    from support.finished import FinishedRun
     p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("runs", nargs="+", help="run folders; seeds of one setting are averaged in one column")
-    add("--against", nargs="+", metavar="RUN", help="other runs, with the same seeds: differences "
-        "and their 95 %% t intervals")
-    add("--pseudo", action="store_true", help="also the pseudo-labels of the unlabeled set, made "
-        "by the EMA model from images without augmentation (needs their true labels)")
+    add("--against", nargs="+", default=[], metavar="RUN", help="other runs, with the same seeds: "
+        "differences with their 95 %% t intervals")
+    add("--pseudo", action="store_true", help="also the pseudo-labels of the unlabeled images")
     add("--test", choices=("longtail", "reversed", "random"),
         help="the last checkpoints on an imbalanced test set")
     add("--gamma_t", type=float, default=10.0, help="its imbalance (default: 10)")
-    add("--seed", type=int, default=0, help="which images are in it (default: 0)")
     add("--predict", metavar="PATH", help="a picture, a folder of pictures, or an .npz file with "
         "images x: the two likeliest labels of each")
     add("--doubtful", type=int, default=0, metavar="N", help="of these pictures, list the N least "
-        "certain, and, where they lie in folders with the names of classes, the N whose label the "
-        "network contradicts most")
+        "certain, and, in folders that are named like classes, the N most contradicted")
     add("--skip_broken", action="store_true", help="leave out pictures that cannot be read")
     add("--csv", metavar="FILE", help="where the predictions go (default: the screen)")
     add("--device", default="cpu", help="where the networks predict")
     args = p.parse_args(argv)
     if len(args.runs) == 1 and not (Path(args.runs[0]) / "last.pt").exists():
         return report.list_runs(args.runs[0])
-    runs = [report.load_run(folder, args.device) for folder in args.runs]
-    if args.against:
-        report.print_differences(runs, [report.load_run(f, args.device) for f in args.against])
-    elif args.predict:
+    runs = [FinishedRun(folder, args.device) for folder in [*args.against, *args.runs]]
+    if args.predict:
         report.predict_pictures(runs[0], args.predict, args.csv, args.doubtful, args.skip_broken)
     elif args.test:
         for run in runs:
-            counts, result = on_imbalanced(run, args.test, args.gamma_t, args.seed)
+            counts, result = on_imbalanced(run, args.test, args.gamma_t)
             print(f"bACC {result['bacc']:6.2f}  GM {result['gm']:6.2f}  ACC {result['acc']:6.2f}  "
                   f"{run.folder}")
-        print(", ".join(f"{name} {n}" for name, n in counts.items()))          # test images
+        print(f"test images per class: {', '.join(map(str, counts))}")
     else:
-        report.print_reported(runs, args.pseudo)
+        report.print_reported(runs, args.pseudo, paired=bool(args.against))
 
 
 if __name__ == "__main__":

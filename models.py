@@ -124,8 +124,7 @@ def build(name, num_classes, bn_momentum=0.001, image_size=None):
 
 
 def from_flags(cfg, num_classes):
-    """The network of a training run: its weights are new or from --weights, and --freeze fixes
-    theta, BatchNorm's statistics included."""
+    """The network of a run. --freeze fixes theta, BatchNorm's statistics included."""
     model = build(cfg.model, num_classes, cfg.bn_momentum, cfg.image_size)
     if cfg.weights:
         weights.load(model, cfg.weights, cfg.model)
@@ -177,18 +176,14 @@ def feature_pass(model, device, dtype="float32", compiled=False):
 
 @contextmanager
 def frozen_bn_stats(model):
-    """Train-mode passes (batch statistics) that leave the running statistics as they are.
-
-    For pseudo-labels and the balanced batch. `eval()` would not do: it normalises by the running
-    statistics.
-    """
-    frozen = norms(model)
-    for norm in frozen:
+    """Train-mode passes (batch statistics) that leave the running statistics as they are, for
+    pseudo-labels and the balanced batch. `eval()` would normalise by the running statistics."""
+    for norm in norms(model):
         norm.track_running_stats = False
     try:
         yield
     finally:
-        for norm in frozen:
+        for norm in norms(model):
             norm.track_running_stats = True
 
 

@@ -51,7 +51,7 @@ def flags(p):
 
 def l2ac_flags(p):
     add = p.add_argument_group("L2AC").add_argument
-    add("--method", choices=("l2ac", "none"), default="l2ac", help="none: plain FixMatch; other "
+    add("--method", choices=("l2ac", "none"), default="l2ac", help="none: without it; other "
         "methods, and ablations of L2AC, run with `python -m baselines.train --method NAME`")
     add("--eta", type=float, default=1e-4, help="learning rate of omega's Adam")
     add("--omega_every", type=int, default=1, help="iterations between omega steps")
@@ -86,7 +86,8 @@ def main(argv=None, on_step=None):
     cfg = config.read(argv, "fixmatch", __doc__, flags, l2ac_flags)
     run = Run(cfg, on_step)
     device = run.device
-    dataset, index_l, index_u = data.load_split(cfg, device)
+    dataset = data.from_flags(cfg).to(device)
+    index_l, index_u = data.split(dataset, cfg)
     K = dataset.num_classes
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")

@@ -25,6 +25,7 @@ from support import config
 from support.augment import Normalise, to_device, weak
 from support.distributed import average_gradients
 from support.run import Run, launch
+from train_fixmatch import l2ac_flags
 
 
 def flags(p):
@@ -40,22 +41,6 @@ def flags(p):
     add("--mix_alpha", type=float, default=0.75, help="mixup coefficient: Beta(alpha, alpha)")
     add("--lambda_u", type=float, default=75.0,
         help="weight of the unlabeled loss at the end of the run")
-
-
-def l2ac_flags(p):
-    add = p.add_argument_group("L2AC").add_argument
-    add("--method", choices=("l2ac", "none"), default="l2ac", help="none: plain MixMatch; other "
-        "methods, and ablations of L2AC, run with `python -m baselines.train --method NAME`")
-    add("--eta", type=float, default=1e-4, help="learning rate of omega's Adam")
-    add("--omega_every", type=int, default=1, help="iterations between omega steps")
-    add("--hidden", type=int, default=256, help="width of the attractor")
-    add("--attractor_input", choices=("softmax", "l2"), default="softmax", help="its scaling")
-    add("--pseudo_from", choices=("linear", "adaptive"), default="linear",
-        help="which classifier makes pseudo-labels")
-    add("--attractor", choices=("mlp", "vector"), default="mlp",
-        help="ours, for comparison: vector, K numbers that are the same for all images")
-    add("--attractor_start", choices=("zero", "prior"), default="zero",
-        help="ours: prior, the bias of its output layer starts at the centred log class counts")
 
 
 def sharpen(p, temperature):
@@ -93,7 +78,8 @@ def main(argv=None, on_step=None):
     cfg = config.read(argv, "mixmatch", __doc__, flags, l2ac_flags)
     run = Run(cfg, on_step)
     device = run.device
-    dataset, index_l, index_u = data.load_split(cfg, device)
+    dataset = data.from_flags(cfg).to(device)
+    index_l, index_u = data.split(dataset, cfg)
     K = dataset.num_classes
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")

@@ -81,7 +81,8 @@ def main(argv=None, on_step=None, own=None):
     cfg, method_class = configure(argv, own)
     run = Run(cfg, on_step)
     device = run.device
-    dataset, index_l, index_u = data.load_split(cfg, device)
+    dataset = data.from_flags(cfg).to(device)
+    index_l, index_u = data.split(dataset, cfg)
     K = dataset.num_classes
     stream_l = data.IndexStream(index_l, cfg.batch_size, cfg.seed, "labeled")
     stream_u = data.IndexStream(index_u, cfg.batch_size_u, cfg.seed, "unlabeled")

@@ -35,7 +35,8 @@ def train_full_unroll(argv, on_step):
     """The loop of train_fixmatch.py with the whole network differentiated twice; no log."""
     cfg = config.read(argv, "fixmatch", "", train_fixmatch.flags, train_fixmatch.l2ac_flags)
     device = config.pick_device(cfg)
-    dataset, index_l, index_u = data.load_split(cfg, device)
+    dataset = data.from_flags(cfg).to(device)
+    index_l, index_u = data.split(dataset, cfg)
     streams = [data.IndexStream(index_l, cfg.batch_size, 0, "labeled"),
                data.IndexStream(index_u, cfg.batch_size_u, 0, "unlabeled"),
                data.BalancedStream(index_l, dataset.labels, cfg.batch_size, 0)]

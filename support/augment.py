@@ -13,6 +13,7 @@ skipped. A low level is not a mild one: at level 4, Posterize keeps a single bit
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torchvision.transforms.v2.functional import equalize
 
 # Operation: strength at level 0 and at level 30, linear in between. The order matters: operations
 # are drawn by their position, and those of a FAMILY are neighbours.
@@ -112,7 +113,7 @@ def draw_randaugment(shape, rng, n, m):
 def randaugment(x, op, v, centre):
     """x (N, 3, H, W) uint8 and n layers of draws, as draw_randaugment returns them -> the new x.
     Each of the functions gets the k images of its family, and their draws, (k,) each."""
-    functions = auto_contrast, equalize, fixed, move, box, enhance
+    functions = auto_contrast, lambda x, *_: equalize(x), fixed, move, box, enhance
     for family, *draws in zip(FAMILY[op], op, v, *centre, strict=True):          # (N,) each
         rows = [np.flatnonzero(family == k) for k in range(len(functions))]
         new = [function(x.index_select(0, to_device(r, x)), *(a[r] for a in draws))
@@ -129,18 +130,6 @@ def auto_contrast(x, *_):
     scale = torch.full_like(lo, 255, dtype=torch.float64) / (hi - lo)
     # Channels with nothing to stretch were divided by zero; like PIL, leave them as they are.
     return torch.where(hi > lo, (x * scale - lo * scale).byte(), x)
-
-
-def equalize(x, *_):
-    """Map a level to the number of darker pixels, in steps."""
-    # Not with bincount, which waits for the GPU. float32 counts exactly, and may divide by zero.
-    index = x.flatten(2).long()                           # (k, 3, H * W)
-    count = torch.zeros(len(x), 3, 256, device=x.device)
-    count.scatter_add_(2, index, torch.ones_like(index, dtype=torch.float32))
-    darker = count.cumsum(2).sub_(count)
-    step = darker.gather(2, index.amax(2, keepdim=True)) // 255           # brightest level excluded
-    table = (darker + step // 2).div_(step).clamp_(max=255).byte()        # (k, 3, 256)
-    return torch.where(step[..., None] > 0, table.gather(2, index).view_as(x), x)
 
 
 def fixed(x, op, v, *_):

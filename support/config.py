@@ -17,11 +17,8 @@ PRESETS = {  # any other name is the user's own data, taken as it is
     "synthetic": dict(n1=500, m1=500, gamma_l=100.0, gamma_u=1.0),
     "cifar10": dict(n1=1500, m1=3000, gamma_l=100.0, gamma_u=1.0),
     "cifar100": dict(n1=150, m1=300, gamma_l=10.0, gamma_u=10.0, attractor_input="l2"),
-    # Its own unlabeled images. Shrunk before RandAugment: translations and boxes, in pixels, are
-    # three times as large relative to the image as they would be at the original 96 px.
-    "stl10": dict(n1=450, gamma_l=10.0),
-    # 300 epochs, each one pass over both sets. The random crop that the paper makes of a picture is
-    # augment.py's, of the whole picture squeezed to 224 px. bn_momentum is torchvision's.
+    "stl10": dict(n1=450, gamma_l=10.0),             # and its own unlabeled images
+    # 300 epochs, each one pass over both sets; bn_momentum is torchvision's
     "sun397": dict(ratio=2.0, model="resnet34", image_size=224, batch_size=128, batch_size_u=256,
                    iters=69_300, eval_every=231, ema=0.99, bn_momentum=0.1, tau=0.6,
                    ra_m="random", attractor_input="l2"),
@@ -111,11 +108,11 @@ def read(argv, base, doc, *groups):
     chosen, _ = p.parse_known_args([word for word in words if word not in ("-h", "--help")])
     scale = "mini" if chosen.dataset in SMALL else "paper"
     p.set_defaults(scale=scale, **presets(chosen, chosen.scale or scale))
-    cfg = p.parse_args(argv)
-    cfg.base = base
-    cfg.batch_size_u = cfg.batch_size_u or cfg.batch_size
+    cfg, preset = p.parse_args(argv), vars(p.parse_args([]))
     check(cfg)
-    cfg.changed = changed(cfg, p)
+    cfg.changed = {key: value for key, value in vars(cfg).items()
+                   if value is not None and value != preset[key]}
+    cfg.base, cfg.batch_size_u = base, cfg.batch_size_u or cfg.batch_size
     cfg.out = cfg.out or default_out(cfg)
     return cfg
 
@@ -137,15 +134,14 @@ def presets(chosen, scale):
 
 def check(cfg):
     """The values that are mistyped most easily."""
-    for key, low, high in (("iters", 1, 1e12), ("batch_size", 2, 1e6), ("batch_size_u", 2, 1e6),
-                           ("eval_every", 1, 1e12), ("gamma_l", 1, 1e9), ("gamma_u", 1, 1e9),
-                           ("beta", 0, 1), ("hold_out", 1e-3, 0.9), ("ratio", 1e-6, 1e9),
-                           ("tau", 0, 1), ("seed", 0, 2**31), ("lr", 0, 1e99), ("ra_n", 0, 99),
-                           ("n_strong", 1, 99), ("omega_every", 1, 1e12), ("hidden", 1, 1e6),
-                           ("image_size", 8, 1e4), ("threads", 0, 1e3)):
-        value = getattr(cfg, key, None)
-        if value is not None and not low <= value <= high:
-            raise UserError(f"--{key} {value:g} is not between {low:g} and {high:g}")
+    for low, high, keys in (
+            (1, 1e12, "iters eval_every omega_every n_strong hidden gamma_l gamma_u"),
+            (2, 1e6, "batch_size batch_size_u"), (8, 1e4, "image_size"), (0, 1, "tau beta"),
+            (1e-3, 0.9, "hold_out"), (1e-6, 1e9, "ratio"), (0, 1e99, "lr seed threads ra_n")):
+        for key in keys.split():
+            value = getattr(cfg, key, None)
+            if value is not None and not low <= value <= high:
+                raise UserError(f"--{key} {value:g} is not between {low:g} and {high:g}")
 
 
 def default_out(cfg):
@@ -156,14 +152,6 @@ def default_out(cfg):
             text = f"{value:g}" if isinstance(value, float) else value
             name += f"_{key}" if value is True else f"_{key}{text}"
     return f"runs/{name}_s{cfg.seed}"
-
-
-def changed(cfg, p):
-    """The flags that differ from the preset."""
-    plain = vars(p.parse_args([]))
-    plain["batch_size_u"] = plain["batch_size_u"] or cfg.batch_size
-    return {key: value for key, value in vars(cfg).items()
-            if key in plain and value is not None and value != plain[key]}
 
 
 def pick_device(cfg):

@@ -1,9 +1,8 @@
 """Where images come from: archives by way of torchvision, .npz files, folders of pictures.
 
 A reader returns x_train, y_train, x_test, y_test and, where there are any, x_unlabeled, names and
-track (N,): frames of one film, nearly the same picture, have the same number.
-x is (N, H, W, 3) uint8 or, for pictures, an object array of N paths. Pictures are decoded once,
-into an array on disk that is then mapped into memory.
+track (N,): frames of one film, nearly the same picture, have the same number. x is (N, H, W, 3)
+uint8 or an array of N paths: pictures are decoded once, into an array that is mapped into memory.
 """
 import csv
 import hashlib
@@ -22,7 +21,6 @@ from torchvision import datasets
 from torchvision.datasets.utils import download_and_extract_archive
 
 from support import UserError
-from support.shapes import SHAPES, synthetic
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck".split()
 STL10 = "airplane bird car cat deer dog horse monkey ship truck".split()
@@ -37,7 +35,7 @@ GTSRB = [*(f"{speed} km/h" for speed in (20, 30, 50, 60, 70, 80)), "end: 80 km/h
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)                  # mean, std
 BUILT_IN = {  # class names (None: the reader knows them), mean and standard deviation per channel
     "digits": (None, (0.3053, 0.3053, 0.3053), (0.3760, 0.3760, 0.3760)),
-    "synthetic": (SHAPES, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+    "synthetic": ("abcdefghij", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
     "cifar10": (CIFAR10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "cifar100": (None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     "stl10": (STL10, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),    # CIFAR-10's
@@ -57,7 +55,7 @@ def load(name, data_dir, image_size, hold_out, skip_broken, rng):
     path, data_dir = Path(name), Path(data_dir)
     archive = data_dir / f"{name}.npz"
     if name == "synthetic":
-        arrays = synthetic(rng, image_size or 16)
+        arrays = make_synthetic(rng, image_size or 16)
     elif name == "digits":
         arrays = read_digits()
     elif name in BUILT_IN:
@@ -162,10 +160,19 @@ def read_npz(path, flag="--dataset", needed=("x_train", "y_train")):
                 or y.max() >= len(np.unique(arrays["y_train"]))):
             raise UserError(f"--dataset {path}: {key} must be {n} class numbers, one per image, "
                             f"from 0 without a gap, of classes that y_train has")
-    if "track" in arrays and arrays["track"].shape != arrays["y_train"].shape:
-        raise UserError(f"--dataset {path}: track is not one number "
-                        f"per image of x_train")
     return arrays
+
+
+def make_synthetic(rng, size, each=1000, each_test=100):
+    """For the tests: ten gratings, each of its own direction, of random colour and on noise."""
+    def draw(n, purpose):
+        g, y = rng(0, purpose), np.arange(10).repeat(n)                        # (10n,)
+        phase, colour = g.uniform(0, 6.28, (10 * n, 1, 1)), g.uniform(-50, 50, (10 * n, 1, 1, 3))
+        angle, (v, u) = y[:, None, None] * np.pi / 10, np.mgrid[:size, :size] * 12 / size
+        wave = np.sin(u * np.cos(angle) + v * np.sin(angle) + phase)           # (10n, H, W)
+        x = 128 + wave[..., None] * colour + g.normal(0, 20, (10 * n, size, size, 3))
+        return {f"x_{purpose}": x.clip(0, 255).astype(np.uint8), f"y_{purpose}": y}
+    return draw(each, "train") | draw(each_test, "test")
 
 
 def read_digits():
@@ -256,20 +263,6 @@ def read_folder(folder):
     if skipped:
         print(f"{folder}: {len(skipped):,} file(s) skipped (hidden or others)", file=sys.stderr)
     return arrays
-
-
-def read_unknown(path, size, skip_broken=False):
-    """Images to predict: (names, (N, 3, *size)); from a picture, a folder, or an .npz's array x."""
-    path, size = Path(path), tuple(size)
-    if not path.exists():
-        raise UserError(f"--predict {path}: there is no such file or folder; correct the path")
-    if path.suffix == ".npz":
-        x = read_npz(path, "--predict", ["x"])["x"]
-        return [str(i) for i in range(len(x))], as_tensor(x, size)
-    files = list_pictures(path, []) if path.is_dir() else [path]
-    names, chunks = [os.fsencode(f).decode("utf-8", "backslashreplace") for f in files], []
-    broken = decode_all(files, size, chunks.append, skip_broken)
-    return np.delete(names, broken).tolist(), torch.from_numpy(np.concatenate(chunks))
 
 
 def decode(path, size):

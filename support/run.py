@@ -72,7 +72,7 @@ class Run:
             check_same_run(state, cfg, folder, resizable)
             if state["step"] == cfg.iters and (folder / "result.json").exists():
                 return state                         # finished: its files stay as they are
-        elif cfg.resume and (folder / "log.csv").exists():
+        elif cfg.resume and (folder / "result.json").exists():
             raise UserError(f"--resume: {folder} has results, no checkpoint; choose another --out")
         if distributed.rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -99,9 +99,8 @@ class Run:
             self.seconds += time.perf_counter() - self.since
             if not self.means.sums.isfinite().all() or not all(
                     p.isfinite().all() for p in self.parts["model"].parameters()):
-                raise UserError(f"the losses or weights are not finite after iteration {done}; the "
-                                f"last checkpoint is kept, start again in another --out with a "
-                                f"lower --lr, --lambda_u or --weight_decay")
+                raise UserError(f"the losses or weights are not finite after iteration {done}; "
+                                f"start again in another --out with a lower --lr or --lambda_u")
             if self.is_evaluated(done):
                 self.evaluate_now(done)
             self.save(done)
@@ -115,8 +114,7 @@ class Run:
 
     @cached_property
     def interval(self):
-        """Between the last evaluations, whose mean is reported: they should lie in the last tenth
-        of the run, on the grid of the epochs."""
+        """Between the last evaluations: they lie in the last tenth, on the grid of the epochs."""
         tenth, epoch = self.cfg.iters // (10 * LAST), self.cfg.eval_every
         return max((n for n in range(1, min(tenth, epoch) + 1) if epoch % n == 0), default=epoch)
 
@@ -139,12 +137,12 @@ class Run:
     def save(self, done):
         sums = distributed.mean(self.means.sums)     # another number of processes may go on
         if distributed.rank() == 0:
+            if self.history:                         # before the checkpoint: it is never behind it
+                write(self.folder / "log.csv", log_lines(self.history).encode())
             states = {name: part.state_dict() for name, part in self.parts.items()}
             write(self.folder / "last.pt", states | {
                 "means": sums, "step": done, "seconds": self.seconds,
                 "history": self.history, "config": vars(self.cfg)})
-            if self.history:
-                write(self.folder / "log.csv", log_lines(self.history).encode())
 
     def finish(self):
         """result.json and the last line on the screen; returns the means that are reported."""
@@ -153,8 +151,6 @@ class Run:
         rows = self.reported(self.history, self.cfg)[-LAST:]
         mean = metrics.mean_of_last(rows)
         if not (self.folder / "result.json").exists():
-            # again: it may have been killed between its last checkpoint and the log
-            write(self.folder / "log.csv", log_lines(self.history).encode())
             content = mean | {"evaluations": len(rows), "seconds": self.seconds}
             text = json.dumps(content, indent=1).replace("NaN", "null")      # of an untested class
             write(self.folder / "result.json", text.encode())
@@ -284,8 +280,7 @@ def load_checkpoint(folder):
 
 
 def check_same_run(state, cfg, folder, resizable):
-    """Refuse flags and data that are not the checkpoint's. A flag that did not exist when the run
-    was made counts as its default."""
+    """Refuse other flags and data than the checkpoint's. A flag that it lacks has its default."""
     saved, now = state["config"], vars(cfg)
     for key in sorted(now.keys() - {*config.FREE} | (set() if resizable else {"iters"})):
         if saved[key] != now[key] if key in saved else key in cfg.changed:
@@ -311,8 +306,6 @@ def versions():
         "python": sys.version.split()[0], "processes": distributed.size(),
         "commit": found and found.stdout.strip() or None}
 
-
-# ---------------------------------------------------------------------------------------------
 
 stop_requests = []                                   # signals reach a process, not a run
 

@@ -1,6 +1,6 @@
 """What the tests share: tiny runs, comparison of checkpoints, exit codes, a cached dataset."""
 import time
-from functools import cache, lru_cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 import train_fixmatch
 from baselines import train as baselines
-from support import exit_cleanly, readers, shapes
+from support import exit_cleanly, readers
 from support import run as run_module
 
 ROOT = Path(__file__).parent.parent
@@ -17,16 +17,12 @@ ROOT = Path(__file__).parent.parent
 TINY = "--dataset synthetic --image_size 8 --batch_size 6 --eval_every 3 --threads 1 --device cpu"
 
 
-@lru_cache
-def synthetic_once(rng, size=16):
-    """The synthetic dataset, made once per size, with 20 test images of each class."""
-    return shapes.synthetic(rng, size, per_class_test=20)
-
-
 @pytest.fixture(autouse=True, scope="session")             # so that it holds in all fixtures too
 def tiny_synthetic_data():
+    """Made once per size, with 20 test images of each class."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "synthetic", synthetic_once)
+        patch.setattr(readers, "make_synthetic", cache(partial(readers.make_synthetic,
+                                                               each_test=20)))
         yield
 
 

@@ -17,8 +17,7 @@ from torch.nn.functional import one_hot
 
 import data
 import evaluate
-from support import report
-from support.shapes import SHAPES
+from support.finished import FinishedRun
 
 
 def first_pixel(x):
@@ -170,44 +169,33 @@ def test_two_runs_side_by_side(runs, capsys):
     for key, label in (("bacc", "bACC"), ("gm", "GM")):
         a, b = none[key], l2ac[key]
         assert rows[label] == [f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}"]
-    for k, name in enumerate(SHAPES):
+    for k in range(10):
         a, b = none["recall"][k], l2ac["recall"][k]
-        assert rows[f"recall per class: {name}"] == [
+        assert rows[f"recall per class: {chr(97 + k)}"] == [
             str(COUNTS[k]), f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}"]
 
 
-def test_seeds_become_mean_and_deviation(runs, capsys):
-    rows = table(capsys, runs / "none_s0", runs / "l2ac_s0", runs / "none_s1")
-    single = [result(runs / f"none_s{s}") for s in range(2)]
-    for key, label in (("bacc", "bACC"), ("gm", "GM")):
-        values = [told[key] for told in single]
-        mean, deviation = statistics.mean(values), statistics.stdev(values)
-        assert rows[label][:3] == [f"{mean:.2f}", "±", f"{deviation:.2f}"]
-    tail = [statistics.mean(told["recall"][7:]) for told in single]
-    assert rows["recall of the tail"][0] == f"{statistics.mean(tail):.2f}"
-
-
-def test_differences_are_paired_and_have_a_t_interval(runs, capsys):
-    """With two seeds it is 12.706 standard errors to both sides: of what a t test says."""
-    argv = [*map(str, (runs / "l2ac_s0", runs / "l2ac_s1", "--against"))]
-    evaluate.main([*argv, *(str(runs / f"none_s{s}") for s in (1, 0))])
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line[:26].strip(): line[26:].split() for line in lines}
-    ours, theirs = ([result(runs / f"{name}_s{s}") for s in (0, 1)] for name in ("l2ac", "none"))
-    numbers = {"bACC": lambda run: run["bacc"], "GM": lambda run: run["gm"]} | {
-        name: lambda run, k=k: run["recall"][k] for k, name in enumerate(SHAPES)}
+def test_seeds_become_mean_and_deviation_and_their_difference_has_a_t_interval(runs, capsys):
+    """Paired by seed, as in a t test; with two seeds it is 12.706 standard errors to both sides."""
+    rows = table(capsys, runs / "l2ac_s0", runs / "l2ac_s1", "--against", runs / "none_s1",
+                 runs / "none_s0")
+    assert rows["mean of the last 20"] == ["none", "l2ac", "difference"]
+    theirs, ours = ([result(runs / f"{name}_s{s}") for s in (0, 1)] for name in ("none", "l2ac"))
+    numbers = {"bACC": lambda run: run["bacc"], "GM": lambda run: run["gm"],
+               "recall of the tail": lambda run: statistics.mean(run["recall"][7:])} | {
+        f"recall per class: {chr(97 + k)}": lambda run, k=k: run["recall"][k]
+        for k in range(10)}
     for label, number in numbers.items():
         a, b = ([number(run) for run in side] for side in (ours, theirs))
-        if np.ptp(np.subtract(a, b)) == 0:
-            continue
         test = stats.ttest_rel(a, b)
         low, high = test.confidence_interval()
-        mean, half = (low + high) / 2, (high - low) / 2
-        tied = ["tied"] if test.pvalue > 0.05 else []
-        told = rows[label][-5 - len(tied):]                  # labels stand before classes
-        assert told == [f"{np.mean(a):.2f}", f"{np.mean(b):.2f}", f"{mean:+.2f}", "±",
-                        f"{half:.2f}", *tied]
-    assert rows["disk"][0] == "40" and "l2ac" in lines[0] and "none" in lines[0]
+        if np.ptp(np.subtract(a, b)) == 0:
+            continue
+        cells = [f"{statistics.mean(x):.1f} ± {statistics.stdev(x):.1f}" for x in (b, a)]
+        cells.append(f"{(low + high) / 2:+.1f} ± {(high - low) / 2:.1f}")
+        cells += ["tied"] if test.pvalue > 0.05 else []
+        assert " ".join(rows[label]).endswith(" ".join(cells)), label
+    assert rows["recall per class: a"][0] == "40"
 
 
 def test_an_unfinished_run_is_told(runs, capsys):
@@ -218,7 +206,7 @@ def test_an_unfinished_run_is_told(runs, capsys):
 
 def test_pseudo_labels_of_a_run(runs, capsys):
     """Against the classes that its network gives to the unlabeled images."""
-    rows, run = table(capsys, runs / "l2ac_s0", "--pseudo"), report.load_run(runs / "l2ac_s0")
+    rows, run = table(capsys, runs / "l2ac_s0", "--pseudo"), FinishedRun(runs / "l2ac_s0")
     index = run.split[1]
     labels = run.dataset.labels[index]
     assert np.bincount(labels).tolist() == [20] * 10         # --m1 20, gamma_u 1
@@ -236,8 +224,7 @@ def test_pseudo_labels_of_a_run(runs, capsys):
 def test_imbalanced_test_sets(runs, capsys, kind, expected):
     evaluate.main([str(runs / "none_s0"), "--test", kind, "--gamma_t", "10"])
     out = capsys.readouterr().out
-    counts, told = evaluate.on_imbalanced(report.load_run(runs / "none_s0"), kind, 10, 0)
-    counts = list(counts.values())
+    counts, told = evaluate.on_imbalanced(FinishedRun(runs / "none_s0"), kind, 10)
     assert counts == expected or expected is None and 2 <= min(counts) < max(counts) <= 20
     assert f"bACC {told['bacc']:6.2f}" in out
     hits = [round(n * r / 100) for n, r in zip(counts, told["recall"], strict=True)]
@@ -257,7 +244,7 @@ def test_predictions_of_pictures(runs, tmp_path, capsys):
     assert b"\r" not in text
     rows = list(csv.DictReader(text.decode().splitlines()))
     assert [row["file"] for row in rows] == [f"{pictures}/a,b.png", rf"{pictures}/\xff.png"]
-    run = report.load_run(runs / "l2ac_s0")
+    run = FinishedRun(runs / "l2ac_s0")
     with torch.no_grad():
         p = run.model(run.normalise(torch.from_numpy(x).permute(0, 3, 1, 2))).softmax(1)
     for row, q in zip(rows, p, strict=True):
@@ -274,7 +261,7 @@ def test_predictions_of_pictures(runs, tmp_path, capsys):
 def test_doubtful_pictures(runs, tmp_path, capsys):
     """Twelve pictures, of which six lie in folders that are named like classes."""
     x = np.random.default_rng(1).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
-    run = report.load_run(runs / "l2ac_s0")
+    run = FinishedRun(runs / "l2ac_s0")
     names = run.cfg.dataset_info["names"]
     with torch.no_grad():
         p = run.model(run.normalise(torch.from_numpy(x).permute(0, 3, 1, 2))).softmax(1).numpy()
@@ -285,15 +272,14 @@ def test_doubtful_pictures(runs, tmp_path, capsys):
     (tmp_path / "elsewhere/broken.png").write_text("text")
     evaluate.main(f"{run.folder} --predict {tmp_path} --doubtful 3 --skip_broken".split())
     out, err = capsys.readouterr()
-    lines = out.splitlines()
+    lines = list(csv.reader(out.splitlines()))
     assert "1 picture(s) cannot be read" in err and "elsewhere/broken.png" in err
-    assert [line.split()[-1] for line in lines[1:4]] == [str(paths[i]) for i in
-                                                         p.max(1).argsort()[:3]]
+    assert [line[0] for line in lines[2:5]] == [str(paths[i]) for i in p.max(1).argsort()[:3]]
     wrong = [i for i in range(6, 12) if p[i].argmax() != i % 4]
     wrong.sort(key=lambda i: p[i, i % 4])
-    assert f"{len(wrong)} of 6" in lines[4]
-    assert [line.split()[-1] for line in lines[5:]] == [str(paths[i]) for i in wrong[:3]]
-    assert lines[5].split()[:2] == [f"{p[wrong[0], wrong[0] % 4]:.4f}", names[wrong[0] % 4]]
+    assert f" {len(wrong)} of 6:" in lines[5]
+    assert lines[7:] == [[str(paths[i]), names[p[i].argmax()], f"{p[i, i % 4]:.4f}", names[i % 4]]
+                         for i in wrong[:3]]
 
 
 def test_data_on_another_device_leave_the_first_alone():

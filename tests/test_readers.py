@@ -12,6 +12,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import data
+from scripts.report import read_unknown
 from support import UserError, readers
 
 
@@ -137,7 +138,7 @@ def test_npz(tmp_path, dtype):
     (dict(y_train=np.arange(300) / 100), "y_train"), (dict(y_test=-np.ones(12, int)), "y_test"),
     (dict(y_train=np.arange(300) % 3 * 2), "y_train"), (dict(y_test=np.arange(12)), "y_test"),
     (dict(y_train=np.zeros(300, int), y_test=np.zeros(12, int)), "1 class"),
-    (dict(track=np.arange(9)), "track"), (dict(names=np.array(["a", "b"])), "2 name"),
+    (dict(names=np.array(["a", "b"])), "2 name"),
     (dict(names=np.array(list("aba"))), "2 name"),
     (dict(names=np.array(["a", "b", None])), "allow_pickle")])
 def test_wrong_npz(tmp_path, change, named):
@@ -335,18 +336,18 @@ def test_a_share_is_held_out_where_there_is_no_test_set(tmp_path, capsys, share,
 
 
 def test_read_unknown(folder, tmp_path):
-    files, x = readers.read_unknown(folder / "test", [10, 10])
+    files, x = read_unknown(folder / "test", [10, 10])
     assert torch.equal(x, load(folder).test_images)
     assert files == sorted(str(path) for path in (folder / "test").rglob("*.png"))
-    one, image = readers.read_unknown(files[3], (10, 10))
+    one, image = read_unknown(files[3], (10, 10))
     assert one == files[3:4] and torch.equal(image, x[3:4])
     grey = noise(4, 20, 30)
     np.savez(tmp_path / "x.npz", x=grey)
-    names, x = readers.read_unknown(tmp_path / "x.npz", (10, 15))
+    names, x = read_unknown(tmp_path / "x.npz", (10, 15))
     means = grey.reshape(4, 10, 2, 15, 2).mean((2, 4))
     assert names == ["0", "1", "2", "3"] and abs(x.numpy() - means[:, None]).max() <= 0.5
     os.rename(files[0], os.fsencode(folder / "test") + b"/caf\xe9.png")      # Latin-1, not UTF-8
-    names, _ = readers.read_unknown(folder / "test", (8, 8))
+    names, _ = read_unknown(folder / "test", (8, 8))
     assert str(folder / "test/caf\\xe9.png").encode() in [name.encode() for name in names]
 
 
@@ -359,7 +360,7 @@ def test_read_unknown(folder, tmp_path):
 def test_what_cannot_be_predicted(tmp_path, make):
     path = make(tmp_path)
     with pytest.raises(UserError, match=path.name):
-        readers.read_unknown(path, (8, 8))
+        read_unknown(path, (8, 8))
 
 
 def test_checksum_tells_data_apart():

@@ -19,8 +19,9 @@ from conftest import TINY, checkpoint, files, own_npz, same, stopped, train
 import data
 import train_fixmatch
 import train_mixmatch
-from support import UserError, config, report
+from support import UserError, config
 from support import run as run_module
+from support.finished import FinishedRun
 from support.run import Means, Run
 
 TAU = "--tau 0.2 "                       # pseudo-labels count from the first iteration on
@@ -123,7 +124,8 @@ def learn(out, iters, flags="", on_step=None, late=0, loss_bal=None):
 
     def score():
         return dict.fromkeys(["bacc", "gm", "acc", "recall_0"], model.weight.mean().item() % 100)
-    start = run.open(*data.load_split(cfg, run.device), {"model": model}, score, resizable=True)
+    dataset = data.from_flags(cfg)
+    start = run.open(dataset, *data.split(dataset, cfg), {"model": model}, score, resizable=True)
     y_u = torch.arange(6)
     for step in range(start, iters):
         with torch.no_grad():
@@ -286,12 +288,12 @@ def test_a_flipped_bit_is_noticed(tmp_path):
 
 def test_a_run_from_before_a_flag_existed(copy, tmp_path_factory):
     """It has the flag's default, for --resume and for evaluate.py."""
-    numbers = report.load_run(copy).last
+    numbers = FinishedRun(copy).last
     state = checkpoint(copy)
     for flag in ("hidden", "omega_every", "pool"):
         del state["config"][flag]
     torch.save(state, copy / "last.pt")
-    again = report.load_run(copy)
+    again = FinishedRun(copy)
     assert same(again.last, numbers) and (again.cfg.hidden, again.cfg.pool) == (256, "disjoint")
     with pytest.raises(UserError, match="--omega_every is 2"):
         train(copy, TAU + "--resume --iters 9 --omega_every 2")
@@ -311,7 +313,7 @@ def test_data_that_have_changed_are_refused(tmp_path):
         with pytest.raises(UserError, match="not what the run"):
             train(run, flags + " --iters 6 --resume")
         with pytest.raises(UserError, match="not what the run"):
-            print(report.load_run(run).last)
+            print(FinishedRun(run).last)
     assert files(run) == before
 
 

@@ -10,7 +10,7 @@ from replay import FixMatch, compare
 
 import models
 import train_fixmatch
-from support import report
+from support.finished import FinishedRun
 
 TAU = "--tau 0.2 "                       # low, so that some pseudo-labels count at once
 
@@ -54,7 +54,7 @@ def test_frozen_features(tmp_path):
 def test_a_network_of_torchvision_trains(tmp_path, model):
     state = train(tmp_path, f"--iters 2 --eval_every 2 --image_size 32 --model {model}")
     assert state["step"] == 2 and state["history"][-1]["loss_bal"] > 0
-    torch.testing.assert_close(report.load_run(tmp_path).last["bacc"], state["history"][-1]["bacc"])
+    torch.testing.assert_close(FinishedRun(tmp_path).last["bacc"], state["history"][-1]["bacc"])
 
 
 def test_own_data(tmp_path):
