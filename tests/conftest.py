@@ -1,5 +1,4 @@
-"""What the tests share: tiny runs, comparison of checkpoints, exit codes, a cached dataset."""
-import time
+"""What the tests share: tiny runs, comparison of checkpoints, a cached dataset."""
 from functools import cache, partial
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 import train_fixmatch
 from baselines import train as baselines
-from support import exit_cleanly, readers
+from support import readers
 from support import run as run_module
 
 ROOT = Path(__file__).parent.parent
@@ -84,28 +83,8 @@ def same(a, b):
     return a == b or (a != a and b != b)
 
 
-def log_rows(state):
-    """The rows of log.csv, without the clock."""
-    return [{k: v for k, v in row.items() if k != "it_per_s"} for row in state["history"]]
-
-
 def files(folder):
     return {f.name: f.read_bytes() for f in folder.iterdir()}
-
-
-def exit_of(main, argv, capsys):
-    """(exit code, stderr) of a script called with argv."""
-    with pytest.raises(SystemExit) as end:
-        exit_cleanly(lambda: main(argv))
-    return end.value.code, capsys.readouterr().err
-
-
-def wait_for(path, process, seconds=120):
-    """Until the file is there; the process that writes it has to be alive."""
-    until = time.time() + seconds
-    while not path.exists():
-        assert process.poll() is None and time.time() < until, process.communicate()
-        time.sleep(0.05)
 
 
 def own_npz(folder):

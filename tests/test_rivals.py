@@ -14,8 +14,7 @@ from scipy import optimize  # scikit-learn, which the digits come with, needs it
 import data
 import models
 from baselines import Batch, crest, darp, daso, sar
-from baselines.methods import METHODS
-from baselines.train import configure, main
+from baselines.train import main
 from support.augment import strong
 from support.run import Run
 from train_mixmatch import sharpen
@@ -40,16 +39,6 @@ def test_a_method_that_is_switched_off_equals_its_base(tmp_path, finished, monke
     ours = train(tmp_path, f"{SHORT} {BASES[base]} --method {method}{off}", main)
     plain = checkpoint(finished(f"{SHORT} {BASES[base]}"))
     assert all(same(ours[part], plain[part]) for part in ("model", "ema", "optimizer", "history"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base,method", [(base, m) for base in BASES for m in METHODS[base]
-                                         if m not in ("none", "la_post_hoc")])
-def test_switched_on_it_differs(finished, base, method):
-    ours, plain = (checkpoint(finished(f"{SHORT} {BASES[base]} --method {m}"))
-                   for m in (method, "none"))
-    weights = {k: ours["model"][k] for k in plain["model"]}
-    assert not same(weights, plain["model"]) and all(w.isfinite().all() for w in weights.values())
 
 
 def test_evaluations_change_nothing(tmp_path, monkeypatch):
@@ -130,16 +119,6 @@ def test_raw_predictions_are_stored_and_refined_ones_used():
     assert torch.equal(method.R, R)
     refine(12, p, [8, 5])
     assert not torch.equal(method.R, R)
-
-
-@pytest.mark.parametrize("flags,expected", [
-    ("cifar10 --gamma_l 100 --gamma_u 100", (1.5, 10, 10)), ("cifar10", (0.3, 10, 10)),
-    ("cifar10 --gamma_u 100 --reverse_u", (0.3, 10, 10)), ("cifar100", (0.3, 100, 20))])
-def test_constants_that_depend_on_the_data(flags, expected):
-    """T_d of DASO; iterations between DARP's refinements, alternations in one."""
-    t_d = configure(f"--method daso --dataset {flags}".split())[0].daso_td
-    method = build(f"--method darp --dataset {flags}")
-    assert (t_d, method.period, method.outer) == expected
 
 
 def test_the_confusion_estimate_recovers_known_counts():
@@ -228,18 +207,14 @@ def test_a_restart_is_a_fresh_build(name):
 
     torch.manual_seed(4 + 1000003)
     fresh = models.build("wrn-10-1", 10, ctx.cfg.bn_momentum)
-    optimizer = torch.optim.Adam(fresh.parameters(), ctx.cfg.lr)
     assert same(dict(ctx.model.state_dict()), dict(fresh.state_dict()))
     assert same(dict(ctx.ema.model.state_dict()), dict(fresh.state_dict()))
+    assert ctx.optimizer.state == {}
     if name == "crest+":
         assert torch.equal(method.recent, torch.full((128, 10), 0.1))
-    for step in (3, 4):                                       # the next steps agree bit for bit
-        for network, adam in ((ctx.model, ctx.optimizer), (fresh, optimizer)):
-            one_step(method, network, adam, step)
-        ctx.ema.update()
-    assert same(dict(ctx.model.state_dict()), dict(fresh.state_dict()))
-    assert same(ctx.optimizer.state_dict(), optimizer.state_dict())
-    assert not torch.equal(ctx.ema.model.stem.weight, ctx.model.stem.weight)   # it trails again
+    one_step(method, ctx.model, ctx.optimizer, 3)
+    ctx.ema.update()
+    assert not torch.equal(ctx.ema.model.stem.weight, fresh.stem.weight)       # it trails again
 
     # The labeled images of this generation, adopted ones under the labels predicted for them; the
     # next selection starts from the original ones.
@@ -363,45 +338,28 @@ def test_sar_on_mixmatch_acts_before_the_sharpening():
 
 
 def daso_method(flags=""):
-    """T_d = 1.5; blending from the third of 100 steps on, a window of two steps; D = 2."""
-    return build(f"--method daso --daso_td 1.5 --iters 100 {flags}",
+    """T_d = 1.5, as gamma_l = gamma_u; blending from the third of 100 steps on, a window of two
+    steps; D = 2."""
+    return build(f"--method daso --gamma_l 100 --gamma_u 100 --iters 100 {flags}",
                  model=SimpleNamespace(classifier=SimpleNamespace(in_features=2)))
 
 
-def test_queues_are_first_in_first_out(monkeypatch):
-    monkeypatch.setattr(daso, "QUEUE", 4)
-    method, queues = daso_method(), [deque(maxlen=4) for _ in range(3)]
-    g = torch.Generator().manual_seed(0)
-    for _ in range(6):
-        x, y = torch.randn(5, 2, generator=g).double(), torch.randint(2, (5,), generator=g)
-        method.push(x, y)
-        for row, k in zip(x, y, strict=True):
-            queues[k].append(row)
-    for k in range(2):
-        torch.testing.assert_close(method.centres[k], torch.stack(list(queues[k])).mean(0))
-    assert torch.equal(method.centres[2], torch.zeros(2).double())     # no image of class 2 came
-
-
-def test_daso_without_a_complete_window_does_not_blend():
-    method, p = daso_method(), rows([.2, .5, .3])
-    batch = Batch(2, rows([1., 0.]), torch.tensor([0]), z_u=rows([1., 1.]))
-    assert torch.equal(method.refine(p, batch), p)
-
-
 def test_daso_has_no_alignment_loss_on_mixmatch():
-    """All rows are mixtures there; the labels are blended all the same."""
-    method = daso_method("--base mixmatch")
-    method.histogram[0] = 1.
+    """All rows are mixtures there; the labels are blended all the same, after the first window."""
+    method, p = daso_method("--base mixmatch"), rows([.8, .1, .1])
     batch = Batch(2, torch.eye(2).double(), torch.arange(2), z=torch.ones(6, 2), z_u=rows([0., 1.]))
-    assert method.refine(rows([.8, .1, .1]), batch).argmax() == 1
+    assert torch.equal(method.refine(p, batch), p)
+    method.histogram[0] = 1.
+    assert method.refine(p, batch).argmax() == 1
     assert method.extra_loss(batch) == 0
 
 
-def test_eight_steps_of_daso_by_hand():
-    """Four unlabeled images, two strong views of each. Queues as lists, windows as lists of
-    labels."""
+def test_eight_steps_of_daso_by_hand(monkeypatch):
+    """Four unlabeled images, two strong views of each. Queues of four features, windows as lists
+    of labels."""
+    monkeypatch.setattr(daso, "QUEUE", 4)
     method, g = daso_method(), np.random.default_rng(1)
-    queues, window, m, moved = [[], [], []], [], np.zeros(3), 0
+    queues, window, m, moved = [deque(maxlen=4) for _ in range(3)], [], np.zeros(3), 0
 
     def cosines(z):
         centres = [np.mean(queue, axis=0) if queue else np.zeros(2) for queue in queues]
@@ -436,6 +394,7 @@ def test_eight_steps_of_daso_by_hand():
         if step % 2:
             m, window = np.bincount(window, minlength=3).astype(float), []
         assert method.histogram.tolist() == m.tolist()
+    assert all(len(queue) == 4 for queue in queues) and method.pushed.max() > 8
     assert moved > 3                         # a histogram of labels that are not blended differs
 
 
