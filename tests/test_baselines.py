@@ -23,7 +23,8 @@ import train_fixmatch
 import train_mixmatch
 from baselines import Batch, Method
 from baselines.train import configure, main
-from support import augment, report
+from support import augment
+from support.finished import FinishedRun
 
 SUPERVISED = "--base supervised --method "
 CRT = f"{SUPERVISED}crt --iters 4 --crt_iters 4 --eval_every 3"
