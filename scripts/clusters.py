@@ -24,21 +24,18 @@ def definitions():
     return SimpleNamespace(**names)
 
 
-def methods(n, data, seed):
-    """By the name of the table's row. n: the notebook's definitions"""
-    return {"Labels alone": n.LabelsAlone(), "FixMatch": n.FixMatch(),
-            study.LABELED: n.LogitAdjustment(data, rows=n.B), study.ALL: n.LogitAdjustment(data),
-            study.VECTOR: n.L2AC(data, seed, kind="vector", eta=1e-2),
-            study.L2AC: n.L2AC(data, seed), study.PRIOR: n.L2AC(data, seed, start="prior")}
-
-
-def run(notebook, setting, seed):
-    """Lines of results/clusters.jsonl; shares in percent."""
-    data = notebook.make_data(seed, **SETTINGS[setting])
-    for name, method in methods(notebook, data, seed).items():
-        if name == "Labels alone" and setting != "gamma_u 100":      # the unlabeled set is not used
+def run(n, setting, seed):
+    """Lines of results/clusters.jsonl; shares in percent. n: the notebook's definitions"""
+    data = n.make_data(seed, **SETTINGS[setting])
+    methods = {study.LABELS_ONLY: n.LabelsAlone(), "FixMatch": n.FixMatch(),
+               study.LABELED: n.LogitAdjustment(data, rows=n.B),
+               study.ALL: n.LogitAdjustment(data),
+               study.VECTOR: n.L2AC(data, seed, kind="vector", eta=1e-2),
+               study.L2AC: n.L2AC(data, seed), study.PRIOR: n.L2AC(data, seed, start="prior")}
+    for name, method in methods.items():
+        if name == study.LABELS_ONLY and setting != "gamma_u 100":   # the unlabeled set is not used
             continue
-        result = notebook.train(data, method, seed)
+        result = n.train(data, method, seed)
         line = {"setting": setting, "method": name, "seed": seed}
         line |= {key: result[key] for key in ("bacc", "gm", "recall")}
         if result["kept"].any():

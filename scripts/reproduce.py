@@ -11,7 +11,6 @@ The commands carry --resume, so a finished run returns at once and an interrupte
 import argparse
 
 from scripts import clusters, collect, study
-from scripts.collect import runs_of
 from scripts.tables import SCALES, TABLES
 from support import exit_cleanly
 
@@ -39,7 +38,7 @@ def main(argv=None):
     found = {}                                           # cells may share a run
     for cell in (cell for number in args.table for cell in TABLES[number]):
         if cell.runs_at(args.scale) and (not args.method or cell.method in args.method):
-            runs = runs_of(cell, args.scale)
+            runs = collect.runs_of(cell, args.scale)
             found |= {cell.command(args.scale, seed): None for seed in args.seeds
                       if args.held in (None, seed in runs)}
     for command in found:
