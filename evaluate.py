@@ -6,7 +6,7 @@
     python evaluate.py runs/a_s* --against runs/b_s*               differences, paired by seed
     python evaluate.py runs/a --pseudo       and how good the pseudo-labels are
     python evaluate.py runs/a --test longtail --gamma_t 10         on an imbalanced test set
-    python evaluate.py runs/a --predict PATH --csv out.csv         label pictures
+    python evaluate.py runs/a --predict PATH > out.csv             label pictures
     python evaluate.py runs/a --predict PATH --doubtful 20         which of them to look at
 
 bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
@@ -189,14 +189,13 @@ def main(argv=None):
     add("--doubtful", type=int, default=0, metavar="N", help="of these pictures, list the N least "
         "certain, and, in folders that are named like classes, the N most contradicted")
     add("--skip_broken", action="store_true", help="leave out pictures that cannot be read")
-    add("--csv", metavar="FILE", help="where the predictions go (default: the screen)")
     add("--device", default="cpu", help="where the networks predict")
     args = p.parse_args(argv)
     if len(args.runs) == 1 and not (Path(args.runs[0]) / "last.pt").exists():
         return report.list_runs(args.runs[0])
     runs = [FinishedRun(folder, args.device) for folder in [*args.against, *args.runs]]
     if args.predict:
-        report.predict_pictures(runs[0], args.predict, args.csv, args.doubtful, args.skip_broken)
+        report.predict_pictures(runs[0], args.predict, args.doubtful, args.skip_broken)
     elif args.test:
         for run in runs:
             counts, result = on_imbalanced(run, args.test, args.gamma_t)

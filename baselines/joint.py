@@ -46,12 +46,16 @@ class SingleLevel(JointAttractor):
         self.balanced = data.BalancedStream(ctx.index_l, ctx.dataset.labels, ctx.cfg.batch_size,
                                             ctx.cfg.seed)
 
+    def balanced_batch(self, step):
+        """Weak views (M, 3, H, W) and labels (M,)."""
+        ctx, cfg = self.ctx, self.ctx.cfg
+        x_b, y_b = ctx.dataset.take(self.balanced.batch(step))
+        return weak(x_b, data.rng(cfg.seed, "balanced view", step), ctx.normalise,
+                    no_flip=cfg.no_flip), y_b
+
     def extra_loss(self, batch):
         """L_bal of Eq. 5, with weight 1."""
-        ctx, cfg = self.ctx, self.ctx.cfg
-        x_b, y_b = ctx.dataset.take(self.balanced.batch(batch.step))           # (M, 3, H, W), (M,)
-        x_b = weak(x_b, data.rng(cfg.seed, "balanced view", batch.step), ctx.normalise,
-                   no_flip=cfg.no_flip)
+        ctx, (x_b, y_b) = self.ctx, self.balanced_batch(batch.step)
         with models.frozen_bn_stats(ctx.model):
             batch.loss_bal = F.cross_entropy(ctx.model.classifier(ctx.features(x_b)), y_b)
         return batch.loss_bal

@@ -1,16 +1,14 @@
 """From finished runs to results/*.jsonl, and from there to the tables of README.md and docs/.
 
-A line is a run: its command, what it reports, `last` (its last evaluation), `tests` (imbalanced
-test sets), and by class `labels`, `unlabeled` (numbers of images), `recall`, `kept` (share of the
-unlabeled images that count with this label), `right` (share of these that have it) and `bias` (what
-the attractor adds): means over the reported evaluations, and in `by_tenth` at the end of each tenth
-of the run. No table is written from recipes.jsonl and other.jsonl, runs of flags and rules that are
-gone.
+A line is a run: its command, what it reports, `tests` (imbalanced test sets), and by class `labels`,
+`unlabeled` (numbers of images), `recall`, `kept` (share of the unlabeled images that count with
+this label), `right` (share of these that have it) and `bias` (what the attractor adds): means over
+the reported evaluations. recipes.jsonl and other.jsonl hold runs of flags and rules that are gone.
 """
+import csv
 import json
 import re
 import shlex
-import statistics
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,8 +18,10 @@ import evaluate
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
+from scripts.report import mean_text
 from scripts.tables import SCALES, TABLES
-from support import config, report
+from support import config
+from support.finished import FinishedRun
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -55,10 +55,6 @@ def runs_of(cell, scale="mini"):
             and (not cell.test or cell.test in line.get("tests", ()))}
 
 
-# ---------------------------------------------------------------------------------------------
-# finished runs
-
-
 @lru_cache(None)
 def configuration(command):
     """All flags of a command as its training script reads them; no file is touched."""
@@ -82,25 +78,22 @@ def belongs(cfg, cell):
                if key == "iters" or key not in config.FREE)
 
 
-def by_class(log, iters, evaluations):
-    """What log.csv says by class: {name: (K,)} and {"by_tenth": {name: (10, K)}}."""
-    names, nothing = log.dtype.names, np.full(len(log), np.nan)
-
-    def columns_of(name):                                # (rows, K); no right_k if k never counts
-        K = sum(column.startswith("recall_") for column in names)
-        return np.stack([log[f"{name}_{k}"] if f"{name}_{k}" in names else nothing
-                         for k in range(K)], 1)
-    found = {name: columns_of(name) for name in ("recall", "kept", "right", "bias")
-             if f"{name.replace('right', 'kept')}_0" in names}
-    found |= {"bias_varies": log["bias_varies"]} if "bias" in found else {}
-    means = {name: column[-evaluations:].mean(0) for name, column in found.items()}
-    if "kept" in found:
+def by_class(rows):
+    """What rows of log.csv say by class, {name: (K,)}: means over the rows."""
+    def columns(name):                                   # (rows, K); no right_k if k never counts
+        K = sum(column.startswith("recall_") for column in rows[0])
+        return np.array([[float(row.get(f"{name}_{k}", "nan")) for k in range(K)] for row in rows])
+    means = {"recall": columns("recall").mean(0)}
+    if "kept_0" in rows[0]:
         # of all labels that count: a class without one in some evaluation has no share there
-        kept, right = found["kept"][-evaluations:], found["right"][-evaluations:]
+        kept, right = columns("kept"), columns("right")
         with np.errstate(invalid="ignore"):
-            means["right"] = np.where(kept > 0, kept * right, 0).sum(0) / kept.sum(0)
-    ends = np.searchsorted(log["iter"], np.arange(1, 11) * iters / 10)     # first row from there on
-    return means | {"by_tenth": {name: column[ends] for name, column in found.items()}}
+            right = np.where(kept > 0, kept * right, 0).sum(0) / kept.sum(0)
+        means |= {"kept": kept.mean(0), "right": right}
+    if "bias_0" in rows[0]:
+        means |= {"bias": columns("bias").mean(0),
+                  "bias_varies": np.mean([float(row["bias_varies"]) for row in rows])}
+    return means
 
 
 def read_run(folder):
@@ -110,48 +103,30 @@ def read_run(folder):
     cells, count = [cell for cell in CELLS if belongs(cfg, cell)], result["evaluations"]
     if not cells:
         return None
-    log = np.atleast_1d(np.genfromtxt(folder / "log.csv", delimiter=",", names=True))
+    rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
     line = {"command": cells[0].command(cfg["scale"], cfg["seed"])}
     line |= {key: cfg[key] for key in ("dataset", "base", "method", "scale", "seed", "iters",
                                        "torch", "torchvision", "numpy", "python", "commit")}
     line |= {key: result[key] for key in ("bacc", "gm", "acc", "evaluations")}
-    line |= {"reported_from": int(log["iter"][-count]),
-             "last": {key: log[key][-1] for key in ("bacc", "gm")}}
+    line |= {"reported_from": int(rows[-count]["iter"])}
     line |= {key: cfg["dataset_info"][key] for key in ("labels", "unlabeled")}
     for kind in sorted({cell.test for cell in cells} - {""}):
-        _, numbers = evaluate.on_imbalanced(report.load_run(folder), kind, gamma=10, seed=0)
+        _, numbers = evaluate.on_imbalanced(FinishedRun(folder), kind, gamma=10)
         line.setdefault("tests", {})[kind] = {key: numbers[key] for key in ("bacc", "gm", "acc")}
-    line |= by_class(log, cfg["iters"], count)
+    line |= by_class(rows[-count:])
     return json.loads(json.dumps(line, default=lambda array: array.round(4).tolist()),
                       parse_constant=lambda nan: None)
 
 
 def collect(runs):
     """File the finished runs below a folder. One replaces an earlier one of the same command."""
-    files = {}
     for result in sorted(Path(runs).rglob("result.json")):
         line = read_run(result.parent)
         print(f"{result.parent}: {line['command'] if line else 'belongs to no table'}")
         if line:
             path = file_of(line["dataset"], line["scale"])
-            if path not in files:
-                files[path] = {old["command"]: old for old in read_lines(path)}
-            files[path][line["command"]] = line
-    for path, held in files.items():
-        write_lines(path, held.values())
-
-
-def mean_text(values, form=".1f"):
-    """46.5 ± 0.8 with the standard deviation, or 46.5 if there is one seed."""
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{spread}"
-
-
-def difference_text(values):
-    """**+2.3 ± 0.5** with the standard error, bold if the 95 % t interval excludes 0."""
-    (mean, half), error = report.t_interval(values), statistics.stdev(values) / len(values) ** 0.5
-    sure = abs(mean) > max(half, 0.05)                   # not where 0.0 is shown
-    return f"**{mean:+.1f} ± {error:.1f}**" if sure else f"{mean:+.1f} ± {error:.1f}"
+            held = {old["command"]: old for old in read_lines(path)}
+            write_lines(path, (held | {line["command"]: line}).values())
 
 
 def ours(cell, scale="mini"):

@@ -18,10 +18,11 @@ from sklearn.manifold import TSNE
 
 import data
 import evaluate
-from scripts import study
+from scripts import report, study
 from scripts.collect import configuration, runs_of
 from scripts.tables import TABLES
-from support import UserError, config, exit_cleanly, readers, report
+from support import UserError, config, exit_cleanly, readers
+from support.finished import FinishedRun
 
 plt.switch_backend("agg")                                # files only, no window
 BLUE, VERMILLION, SKY, ORANGE = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"   # Okabe and Ito's
@@ -47,6 +48,8 @@ class Group:
         name = NAMES.get(cfg.method, cfg.method.upper())
         self.method = base if name == "NONE" else name + " on MixMatch" * (base == "MixMatch")
         self.classes = [name[:18] for name in cfg.dataset_info["names"]]
+        self.counts = runs[0].labels_per_class
+        self.by_size = np.argsort(-np.array(self.counts), kind="stable")       # (K,) largest first
         told = [Path(cfg.dataset).stem] + ["step"] * (cfg.imbalance == "step")
         told += [f"{key} {getattr(cfg, key):g}" for key in ("beta", "gamma_l", "gamma_u", "ratio")
                  if getattr(cfg, key)]
@@ -75,6 +78,13 @@ def by_setting(groups):
         g for g in groups if g not in others and g.cfg.gamma_l == o.cfg.gamma_l] for o in others}
 
 
+def with_attractor(groups):
+    found = [group for group in groups if group.first.attractor]
+    if not found:
+        raise UserError("no run has an attractor; name a run of --method l2ac")
+    return found
+
+
 def logged(group, column):
     """Iterations (T,) at which epochs end, and a column of log.csv there (S, T), of S seeds. The
     rows in between, in the last tenth of a run, average over a part of an epoch."""
@@ -85,99 +95,82 @@ def logged(group, column):
     return [row["iter"] for row in ends[0]], np.array(values)
 
 
-def bias(run):
-    """(K, K) what the attractor adds to the logits (column) of test images of a class (row)."""
-    added = evaluate.bias_added(run.attractor, run.test_scores)
-    return evaluate.mean_by_class(added, run.dataset.test_labels).cpu().numpy()
-
-
 def centred_log(counts):
     """(K,) ln N_k less its mean: the difference between a skewed and a uniform prior, as logits."""
     return np.log(counts) - np.log(counts).mean()
 
 
-def panels(n, height, across=2, **kwargs):
-    """A figure of n panels, `across` in a row at most, each `height` inches high."""
-    across = min(n, across)
-    rows = -(-n // across)
-    figure, axes = plt.subplots(rows, across, figsize=(WIDTH, height * rows), squeeze=False,
+def panels(n, height, **kwargs):
+    """A figure of n panels, two in a row, each `height` inches high."""
+    rows = -(-n // 2)
+    figure, axes = plt.subplots(rows, min(n, 2), figsize=(WIDTH, height * rows), squeeze=False,
                                 **kwargs)
     for ax in axes.flat[n:]:
         ax.set_axis_off()
     return figure, list(axes.flat[:n])
 
 
-def name_classes(ax, names, counts=None):
-    """Class names on the x axis, each with a number. Only some of them if there are very many."""
-    step, widest = -(-len(names) // 50), max(map(len, names))
-    turned = counts is None and widest > 2 or len(names) > 12 or widest > 12
-    labels = names if counts is None else [f"{n}{', ' if turned else chr(10)}{c}"
-                                           for n, c in zip(names, counts, strict=True)]
-    ax.set_xticks(range(0, len(names), step), labels[::step], parse_math=False, **(
-        dict(rotation=90 if len(names) > 20 else 40, rotation_mode="anchor", ha="right",
-             va="center" if len(names) > 20 else "top", fontsize=7.5 if len(names) > 20 else 9)
-        if turned else {}))
+def name_classes(ax, group, by_size=False):
+    """Class names on the x axis, or by size with the numbers of labels; some of very many."""
+    names, step = group.classes, -(-len(group.classes) // 50)
+    turned = len(names) > 12 or max(map(len, names)) > (12 if by_size else 2)
+    if by_size:
+        between = ", " if turned else "\n"
+        names = [f"{names[k]}{between}{group.counts[k]}" for k in group.by_size]
+    ax.set_xticks(range(0, len(names), step), names[::step], parse_math=False,
+                  rotation=90 if turned else 0, fontsize=7.5 if len(names) > 20 else 9)
 
 
-def by_size(group):
-    """The classes (K,) by the number of labeled images, the largest first."""
-    return np.argsort(-np.array(group.first.labels_per_class), kind="stable")
-
-
-def by_class(ax, groups, part, ylabel):
-    """Bars of part(run) (K,) in percent; lines for runs with the labels only and all labels."""
+def recall_by_class(ax, groups):
+    """Bars; lines for runs with the labels only and all labels."""
     bars = [group for group in groups if group.method not in (LABELS_ONLY, ALL_LABELS)]
-    x, width, handles = np.arange(len(groups[0].classes)), 0.84 / max(1, len(bars)), []
-    first = (bars or groups)[0]
-    order = by_size(first)
+    first, width = (bars or groups)[0], 0.84 / max(1, len(bars))
+    x = np.arange(len(first.classes))
     for group, (name, colour) in zip(groups, looks(groups), strict=True):
-        seeds = group.seeds(part)[:, order]                                    # (S, K)
+        seeds = group.seeds(lambda run: run.reported["recall"])[:, first.by_size]      # (S, K)
         mean = seeds.mean(0)
         if group in bars:
             shift = (bars.index(group) - (len(bars) - 1) / 2) * width
-            std = seeds.std(0, ddof=1) if len(seeds) > 1 else 0 * mean
+            std = seeds.std(0, ddof=min(1, len(seeds) - 1))
             whiskers = np.minimum(std, [mean, 100 - mean])                     # within 0 to 100
-            handles.append(ax.bar(x + shift, mean, width, color=colour, label=name, yerr=whiskers,
-                                  error_kw=dict(elinewidth=0.8)))
+            ax.bar(x + shift, mean, width, color=colour, label=name, yerr=whiskers,
+                   error_kw=dict(elinewidth=0.8))
         else:
-            handles.append(ax.hlines(mean, x - 0.46, x + 0.46, color=BLACK, label=name,
-                                     linestyle="-" if group.method == ALL_LABELS else "--"))
-    ax.set(ylabel=ylabel, title=f"{first.setting}, seeds: {len(first.runs)}",
-           xlim=(-0.6, x[-1] + 0.6))
-    ax.legend(handles=handles, **ABOVE)
-    name_classes(ax, [first.classes[k] for k in order],
-                 [first.first.labels_per_class[k] for k in order])
+            ax.hlines(mean, x - 0.46, x + 0.46, color=BLACK, label=name,
+                      linestyle="-" if group.method == ALL_LABELS else "--")
+    ax.set(ylabel="recall on the test set, %", title=f"{first.setting}, seeds: {len(first.runs)}",
+           xlim=(-0.6, x[-1] + 0.6), ylim=(0, 102))
+    ax.legend(**ABOVE)
+    name_classes(ax, first, by_size=True)
 
 
-def heat(ax, matrix, columns, rows, cmap="Blues", low=0, high=100, form="{:.0f}"):
+def heat(ax, matrix, group, rows, cmap="Blues", low=0, high=100, form="{:.0f}"):
     """A matrix (R, K) as a heat map; up to 20 classes, with the values written in the cells."""
     ax.imshow(matrix, cmap=cmap, vmin=low, vmax=high, aspect="auto")
-    name_classes(ax, columns)
+    name_classes(ax, group)
     step = -(-len(rows) // 25)
     ax.set_yticks(range(0, len(rows), step), rows[::step])
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
-    for (i, j), value in np.ndenumerate(matrix) if len(columns) <= 20 else ():
+    for (i, j), value in np.ndenumerate(matrix) if len(matrix.T) <= 20 else ():
         ax.text(j, i, "–" if np.isnan(value) else form.format(value), ha="center", va="center",
                 fontsize=7.5, color="white" if abs(value) > 0.6 * high else "black")
 
 
 def story(groups):
     """Recall by class, and below it what the attractor adds: the whole method in one picture."""
-    group = next(group for group in groups if group.first.attractor)
-    height = 5.2 if len(group.classes) <= 20 else 6.2
-    figure, (top, below) = plt.subplots(2, figsize=(WIDTH, height), height_ratios=(5, 3),
-                                        sharex=True)
-    by_class(top, by_setting(groups)[group.setting], lambda run: run.reported["recall"],
-             "recall on the test set, %")
-    top.set_ylim(0, 102)
-    order = by_size(group)
-    below.bar(range(len(order)), group.seeds(lambda run: run.bias).mean(0)[order], 0.5,
+    group = with_attractor(groups)[0]
+    size = WIDTH, 5.2 if len(group.classes) <= 20 else 6.2
+    figure, (top, below) = plt.subplots(2, figsize=size, height_ratios=(5, 3), sharex=True)
+    recall_by_class(top, by_setting(groups)[group.setting])
+    added = group.seeds(lambda run: run.bias).mean(0)                          # (K,)
+    below.bar(range(len(added)), added[group.by_size], 0.5,
               color=VERMILLION, label="what the attractor adds to a logit, mean over test images")
-    below.plot(centred_log(group.first.labels_per_class)[order], "D", color=BLACK, markersize=4,
+    below.plot(centred_log(group.counts)[group.by_size], "D", color=BLACK, markersize=4,
                label=r"$\ln N_k$, centred")
     below.axhline(0, color=BLACK, linewidth=0.6)
     below.set(ylabel="logit", xlabel="class, number $N_k$ of labeled images")
+    name_classes(below, group, by_size=True)
     below.legend(**ABOVE)
     return figure
 
@@ -187,33 +180,12 @@ def distribution(groups):
     settings = by_setting(groups)
     figure, axes = panels(len(settings), 2.4, sharex=True, sharey=True)
     for ax, (setting, (group, *_)) in zip(axes, settings.items(), strict=True):
-        labeled, unlabeled = (group.first.dataset.count(i).tolist() for i in group.first.split)
-        ax.bar(np.arange(len(labeled)) - 0.2, labeled, 0.4, color="#222222", label="labeled")
-        ax.bar(np.arange(len(labeled)) + 0.2, unlabeled, 0.4, color="#B5B5B5", label="unlabeled")
+        x, unlabeled = np.arange(len(group.counts)), group.cfg.dataset_info["unlabeled"]
+        ax.bar(x - 0.2, group.counts, 0.4, color="#222222", label="labeled")
+        ax.bar(x + 0.2, unlabeled, 0.4, color="#B5B5B5", label="unlabeled")
         ax.set(title=setting, ylabel="images", yscale="log", ylim=(1, None))
-        name_classes(ax, group.classes)
+        name_classes(ax, group)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside upper left", ncols=2)
-    return figure
-
-
-def imbalanced_tests(groups):
-    """Images per class in the three test sets of `evaluate.py --test`, gamma_t 10. Fig. 6"""
-    figure, axes = panels(3, 2.4, across=3, sharey=True)
-    for ax, kind in zip(axes, ("longtail", "reversed", "random"), strict=True):
-        counts, _ = evaluate.on_imbalanced(groups[0].first, kind, 10, 0)
-        ax.bar(range(len(counts)), counts.values(), color="#5A5A5A")
-        ax.set(title=kind, ylabel="test images")
-        name_classes(ax, groups[0].classes)
-    return figure
-
-
-def bars(section, key, ylabel, groups):
-    """Numbers of a run by class, a panel for each setting."""
-    settings = by_setting(groups).values()
-    figure, axes = panels(len(settings), 3.4, across=1)
-    for ax, members in zip(axes, settings, strict=True):
-        by_class(ax, members, lambda run: getattr(run, section)[key], ylabel)
-    axes[-1].set_xlabel("class, number of labeled images")
     return figure
 
 
@@ -222,25 +194,25 @@ def matrices(section, xlabel, groups):
     figure, axes = panels(len(groups), 4.1)
     for ax, group, (name, _) in zip(axes, groups, looks(groups), strict=True):
         matrix = group.seeds(lambda run: getattr(run, section)["confusion"]).mean(0)
-        heat(ax, matrix, group.classes, group.classes)
+        heat(ax, matrix, group, group.classes)
         ax.set(title=name, xlabel=xlabel, ylabel="true class")
     return figure
 
 
-def curves(columns, groups):
-    """Columns of log.csv over training. columns: {label of a panel: (solid, dashed)}"""
-    figure, axes = panels(len(columns), 3.6)
-    for ax, (ylabel, pair) in zip(axes, columns.items(), strict=True):
-        for group, (name, colour) in zip(groups, looks(groups), strict=True):
-            for column, style in zip(pair, ("-", "--"), strict=False):
-                x, seeds = logged(group, column)
-                mean, label = seeds.mean(0), name if style == "-" else None
-                ax.plot(x, mean, color=colour, linestyle=style, label=label)
-                if len(seeds) > 1:
-                    std = seeds.std(0, ddof=1)
-                    ax.fill_between(x, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
+def curves(groups):
+    """Losses and bACC over training. Fig. 10, 11"""
+    figure, (losses, accuracy) = panels(2, 3.6)
+    for group, (name, colour) in zip(groups, looks(groups), strict=True):
+        for ax, column, style in ((losses, "loss_x", "-"), (losses, "loss_bal", "--"),
+                                  (accuracy, "bacc", "-")):
+            x, seeds = logged(group, column)
+            mean, std = seeds.mean(0), seeds.std(0, ddof=min(1, len(seeds) - 1))
+            ax.plot(x, mean, color=colour, linestyle=style, label=name)
+            ax.fill_between(x, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
+    for ax, ylabel in ((losses, "labeled loss; dashed: upper loss"),
+                       (accuracy, "bACC on the test set, %")):
         ax.set(xlabel="iteration", ylabel=ylabel, xlim=(0, None), ylim=(0, None))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+    figure.legend(*accuracy.get_legend_handles_labels(), loc="outside upper left", ncols=4)
     return figure
 
 
@@ -266,22 +238,23 @@ def tsne(groups, points=2000):
 
 def attractor(groups):
     """What the attractor adds to the logits, over training and at its end. Not in the paper."""
-    found = [group for group in groups if group.first.attractor]
+    found = with_attractor(groups)
     figure, axes = panels(2 * len(found), 4)
     for group, (name, _), ax, end in zip(found, looks(found), axes[::2], axes[1::2], strict=True):
-        classes = group.classes
-        for k, colour in enumerate(plt.cm.viridis(np.linspace(0, 0.92, len(classes)))):
+        for k, colour in enumerate(plt.cm.viridis(np.linspace(0, 0.92, len(group.counts)))):
             x, seeds = logged(group, f"bias_{k}")
-            ax.plot(x, seeds.mean(0), color=colour, label=classes[k])
+            ax.plot(x, seeds.mean(0), color=colour, label=group.classes[k])
         order = sorted(ax.lines, key=lambda line: -line.get_ydata()[-1])
         ax.legend(handles=order[:20], loc="center left", bbox_to_anchor=(1, 0.5))
         ax.axhline(0, color=BLACK, linewidth=0.6)
         ax.set(title=f"{name}, over training", xlabel="iteration", xlim=(0, None),
                ylabel="added to the logit, mean over test images")
-        matrix = np.vstack([group.seeds(bias).mean(0), centred_log(group.first.labels_per_class)])
+        added = group.seeds(lambda run: evaluate.mean_by_class(                # (S, K, K)
+            evaluate.bias_added(run.attractor, run.test_scores), run.dataset.test_labels).cpu())
+        matrix = np.vstack([added.mean(0), centred_log(group.counts)])
         high = np.nanmax(abs(matrix))
-        heat(end, matrix, classes, [*classes, r"$\ln N_k$"], "PuOr_r", -high, high, "{:.1f}")
-        end.axhline(len(classes) - 0.5, color=BLACK, linewidth=1)
+        heat(end, matrix, group, [*group.classes, r"$\ln N_k$"], "PuOr_r", -high, high, "{:.1f}")
+        end.axhline(len(group.counts) - 0.5, color=BLACK, linewidth=1)
         end.set(title="at the end, added to the logit of", ylabel="test images of class")
     return figure
 
@@ -289,124 +262,76 @@ def attractor(groups):
 def stored(table, dataset, column):
     """Groups of the runs in results/ of four rows of a table, without their networks."""
     names, groups = readers.BUILT_IN[dataset][0] or data.load(dataset).names, []
-    for row in (("Labels alone", "Labels only"), ("FixMatch",), (study.L2AC,),
-                ("All true labels", "All labels")):
-        cell = next(cell for cell in TABLES[table] if cell.row in row and cell.base != "mixmatch"
-                    and (cell.dataset, cell.column) == (dataset, column))
-        groups.append(Group([SimpleNamespace(
+    for row in (study.LABELS_ONLY, "FixMatch", study.L2AC, "All labels"):
+        cell = next(cell for cell in TABLES[table] if cell.base != "mixmatch"
+                    and (cell.row, cell.dataset, cell.column) == (row, dataset, column))
+        runs = [SimpleNamespace(
             cfg=SimpleNamespace(**configuration(line["command"]), dataset_info={"names": names}),
             labels_per_class=line["labels"], reported=line, attractor="bias" in line,
-            bias=line.get("bias")) for _, line in sorted(runs_of(cell).items())]))
+            bias=line.get("bias")) for _, line in sorted(runs_of(cell).items())]
+        groups += [Group(runs)] if runs else []
     return groups
 
 
-# docs/attractor.md: functions of a panel, {row of the table: [numbers of each seed]}, and N_k
-
-METHODS = {"FixMatch": BLUE, "w/ LA, labeled rows": ORANGE, "w/ LA, all rows": SKY,
-           "w/ L2AC, vector": GREEN, "**w/ L2AC**": VERMILLION,
-           "w/ L2AC, prior start (ours)": PURPLE}
-
-
-def mean(runs, key):
-    return np.mean([run[key] for run in runs], axis=0)
-
-
-def accuracy(ax, runs, counts):
-    for i, (row, colour) in enumerate(METHODS.items()):
-        bacc = [run["bacc"] for run in runs[row]]
-        ax.plot([i] * len(bacc), bacc, ".", color=colour, alpha=0.5)
-        ax.plot(i, np.mean(bacc), "_", color=colour, markersize=16, markeredgewidth=3,
-                label=row.strip("*w/ "))
-    for row, style in (("Labels alone", ":"), ("All true labels", "--")):
-        ax.axhline(mean(runs[row], "bacc"), color=GREY, linestyle=style, label=row)
-    ax.set(xticks=[], xlim=(-0.7, len(METHODS) - 0.3), ylabel="bACC: seeds, mean")
-
-
-def added(ax, runs, counts):
-    """At the end of the run, beside the two distributions that the attractors could follow."""
-    for row in (row for row in METHODS if "L2AC" in row):
-        ax.plot(mean(runs[row], "bias"), ".-", color=METHODS[row])
-    ax.plot(centred_log(counts), "--", color=BLACK, label=r"$\ln N_k$, centred")
-    ax.plot(mean(runs["**w/ L2AC**"], "log_eff"), color=GREY, linewidth=3, alpha=0.6,
-            label=r"$\ln \pi_{eff,k}$ of L2AC, centred")
-    ax.set(xlabel="class", xticks=range(0, len(counts), 3), ylabel="added to a logit")
-
-
-def slope(ax, runs, counts):
-    """Over training, beside the slope that the pseudo-labels of L2AC predict."""
-    def plot(row, key, **style):
-        tenths = [[tenth[key] for tenth in run["tenths"]] for run in runs[row]]
-        ax.plot(range(10, 101, 10), np.mean(tenths, 0), **style)
-    for row in (row for row in METHODS if "L2AC" in row):
-        plot(row, "slope_n", color=METHODS[row], marker=".", label=row.strip("*w/ "))
-    plot("**w/ L2AC**", "predicted", color=GREY, linewidth=3, alpha=0.6,
-         label=r"slope of $\ln \pi_{eff,k}$, L2AC")
-    ax.axhline(0, color=BLACK, linewidth=0.6)
-    ax.set(xlabel="% of the run", ylabel=r"slope on $\ln N_k$")
-
-
-def found(ax, runs, counts):
-    """Unlabeled images of a class that count with the right label at the end of the run, in %."""
-    heat(ax, np.array([mean(runs[row], "found_k") for row in METHODS]),                # (R, K)
-         [str(k) for k in range(len(counts))], [row.strip("*w/ ") for row in METHODS])
-    ax.set_xlabel("class")
-
-
-def study_figure(*rows):
-    """A row of panels for each function, a column for each setting of the digits."""
-    settings = {cell.column: np.array(runs_of(cell)[0]["labels"]) for cell in TABLES["attractor"]
-                if cell.dataset == "digits"}
-    figure, axes = plt.subplots(len(rows), len(settings), figsize=(WIDTH, 0.6 + 2.3 * len(rows)),
-                                squeeze=False, sharey="row")
-    numbers = study.study()
-    for column, (setting, counts) in zip(axes.T, settings.items(), strict=True):
-        for ax, draw in zip(column, rows, strict=True):
-            draw(ax, numbers["digits", setting], counts)
-            ax.label_outer()
-        column[0].set_title(setting, loc="center")
-    handles = [handle for ax in axes[:, 0] for handle in ax.get_legend_handles_labels()[0]]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+def study_figure():
+    """The study of docs/attractor.md on the digits: bACC, and at the end of the run what the
+    attractors add, beside the two distributions that they could follow."""
+    settings = {column: rows for (dataset, column), rows in study.study().items()
+                if dataset == "digits"}
+    colours = (GREY, BLUE, ORANGE, SKY, GREEN, VERMILLION, PURPLE, BLACK)
+    figure, axes = plt.subplots(2, len(settings), figsize=(WIDTH, 5.2), sharey="row")
+    for (top, below), (setting, rows) in zip(axes.T, settings.items(), strict=True):
+        for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
+            bacc = [run["bacc"] for run in rows[row]]
+            top.plot([i] * len(bacc), bacc, ".", color=colour, alpha=0.5)
+            top.plot(i, np.mean(bacc), "_", color=colour, markersize=12, markeredgewidth=3,
+                     label=row.strip("*w/ "))
+            if "L2AC" in row:
+                below.plot(np.mean([run["bias"] for run in rows[row]], 0), ".-", color=colour)
+        runs = rows[study.L2AC]
+        below.plot(centred_log(runs[0]["labels"]), "--", color=BLACK, label=r"$\ln N_k$, centred")
+        below.plot(np.mean([run["log_eff"] for run in runs], 0), color=GREY, linewidth=3, alpha=0.6,
+                   label=r"$\ln \pi_{eff,k}$ of L2AC, centred")
+        top.set(xticks=[], xlim=(-0.7, len(rows) - 0.3), ylabel="bACC: seeds, mean")
+        below.set(xlabel="class", xticks=range(0, 10, 3), ylabel="added to a logit")
+        top.set_title(setting, loc="center")
+        top.label_outer()
+        below.label_outer()
+    handles = [handle for ax in (top, below) for handle in ax.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5)
     return figure
 
 
-FIGURES = {
-    "story": story, "distribution": distribution, "imbalanced_tests": imbalanced_tests,
-    "recall": partial(bars, "reported", "recall", "recall, %"),                       # Fig. 1b
-    "predicted": partial(bars, "last", "predicted", "mean probability, %"),           # Fig. 1c
+FIGURES = {                                              # of run folders
+    "story": story, "distribution": distribution,
     "confusion": partial(matrices, "last", "predicted class"),                        # Fig. 3
-    "pseudo_recall": partial(bars, "pseudo", "recall", "recall of pseudo-labels, %"),  # Fig. 4
     "pseudo_confusion": partial(matrices, "pseudo", "pseudo-label"),                  # Fig. 8, 9
-    "curves": partial(curves, {"labeled loss; dashed: upper loss": ("loss_x", "loss_bal"),
-                               "bACC on the test set, %": ("bacc",)}),                # Fig. 10
-    "losses": partial(curves, {"labeled loss; dashed: upper loss": ("loss_x", "loss_bal"),
-                               "unlabeled loss": ("loss_u",)}),                       # Fig. 11
-    "tsne": tsne, "attractor": attractor}
-STORED = {"story": lambda: story(stored("attractor", "digits", "gamma_u 1")),      # from results/
-          "story_cifar10": lambda: story(stored("attractor", "cifar10", "gamma_u 1")),
-          "story_signs": lambda: story(stored("signs", "gtsrb", "natural tail")),
-          "study": lambda: study_figure(accuracy, added),
-          "study_training": lambda: study_figure(slope),
-          "study_labels": lambda: study_figure(found)}
+    "curves": curves, "tsne": tsne, "attractor": attractor}
+STORED = {                                               # of results/
+    "story": lambda: story(stored("attractor", "digits", "gamma_u 1")),
+    "story_cifar10": lambda: story(stored("attractor", "cifar10", "gamma_u 1")),
+    "story_signs": lambda: story(stored("signs", "gtsrb", "natural tail")),
+    "study": study_figure}
 
 
 def main(argv=None):
     p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("runs", nargs="*", help="run folders")
     p.add_argument("--out", type=Path, default="figures", help="folder, or a file for one figure")
-    p.add_argument("--only", nargs="+", choices=[*FIGURES, *STORED], help="some of them")
+    p.add_argument("--only", nargs="+", metavar="NAME", help=f"some of {', '.join(FIGURES)}; "
+                   f"without run folders some of {', '.join(STORED)}")
     args = p.parse_args(argv)
-    runs = [report.load_run(folder) for folder in args.runs]
+    runs = [FinishedRun(folder) for folder in args.runs]
     groups = [Group(members, name) for name, members in report.grouped(runs).items()]
-    for name in args.only or (FIGURES if groups else STORED):
+    figures = {name: partial(draw, groups) for name, draw in FIGURES.items()} if runs else STORED
+    for name in args.only or figures:
+        if name not in figures:
+            p.error(f"--only {name}: choose from {', '.join(figures)}")
         path = args.out if args.out.suffix else args.out / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if groups and name in ("story", "attractor") and not any(
-                    g.first.attractor for g in groups):
-                raise UserError("no run has an attractor; name a run of --method l2ac")
             with plt.rc_context(STYLE):
-                figure = FIGURES[name](groups) if groups else STORED[name]()
-                figure.savefig(path)
+                figures[name]().savefig(path)
             print(path)
         except UserError as error:
             print(f"{name}: {error}; not drawn", file=sys.stderr)

@@ -21,6 +21,12 @@ BY_CLASS = {"recall": "recall", "precision": "precision", "kept_of": "kept",
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
+def mean_text(values, form=".1f"):
+    """46.5 ± 0.8 with the standard deviation, or 46.5 if there is one seed."""
+    spread = f" ± {np.std(values, ddof=1):{form}}" if len(values) > 1 else ""
+    return f"{np.mean(values):{form}}{spread}"
+
+
 def t_interval(differences):
     """Mean and half the width of its 95 % t interval, of at least two paired differences."""
     n, error = len(differences), np.std(differences, ddof=1) / len(differences) ** 0.5
@@ -49,41 +55,34 @@ def print_table(groups, part, title):
 
     part: a function of a run that gives {row: number, or list of a number for each class}
     """
-    first = next(iter(groups.values()))[0]
-    columns = [{run.cfg.seed: part(run) for run in group} for group in groups.values()]
-    keys = next(iter(columns[0].values()))
-    rows = [(title, "", [*groups] + ["difference"] * (len(groups) == 2))]
-    for key, label in (ROWS | BY_CLASS).items():
-        if key in ROWS and key in keys:
-            rows.append((label, "", cells(columns, lambda numbers, key=key: numbers[key])))
-        elif key in keys:
-            rows.append((f"{label} per class", "labels", [""] * len(rows[0][2])))
-            for k, name in enumerate(first.cfg.dataset_info["names"]):
-                rows.append((f"  {name}", first.labels_per_class[k],
-                             cells(columns, lambda numbers, key=key, k=k: numbers[key][k])))
-    width = [max(map(len, texts)) + 2 for texts in zip(*(row[2] for row in rows), strict=True)]
-    for label, count, texts in rows:
+    def rows_of(run):                                     # {(title, number of labels): number}
+        numbers, names = part(run), run.cfg.dataset_info["names"]
+        rows = {(label, ""): numbers[key] for key, label in ROWS.items() if key in numbers}
+        return rows | {(f"{label} {name}", run.labels_per_class[k]): numbers[key][k]
+                       for key, label in BY_CLASS.items() if key in numbers
+                       for k, name in enumerate(names)}
+    columns = [{run.cfg.seed: rows_of(run) for run in group} for group in groups.values()]
+    lines = [((title, "labels"), [*groups] + ["difference"] * (len(groups) == 2))]
+    for row in next(iter(columns[0].values())):
+        lines.append((row, cells([{seed: rows[row] for seed, rows in column.items()}
+                                  for column in columns])))
+    width = [max(map(len, texts)) + 2 for texts in zip(*(texts for _, texts in lines), strict=True)]
+    for (label, count), texts in lines:
         print(f"{label:<26.26}{count:>7}" + "".join(
             f"{text:>{w}}" for text, w in zip(texts, width, strict=True)))
 
 
-def cells(columns, number):
-    """Texts of a row. columns: {seed: numbers} of each group; number: which one of these
-
-    Two groups: the second less the first. Seeds that both have are paired, with a 95 % t interval.
-    """
-    columns, texts = [{s: number(n) for s, n in column.items()} for column in columns], []
-    for values in (list(column.values()) for column in columns):
-        one = f"{values[0]:.2f}"
-        several = f"{np.mean(values):.1f} ± {np.std(values, ddof=min(1, len(values) - 1)):.1f}"
-        texts.append(one if len(values) == 1 else several)
+def cells(columns):
+    """Texts of a row. columns: {seed: number} of each group. Of two groups also the second less the
+    first, with a 95 % t interval if they have two seeds or more in common, which are paired."""
+    values = [[*column.values()] for column in columns]
+    texts = [mean_text(numbers, ".1f" if len(numbers) > 1 else ".2f") for numbers in values]
     if len(columns) == 2:
         first, second = columns
         paired = [second[seed] - first[seed] for seed in first.keys() & second.keys()]
-        texts.append(f"{np.mean([*second.values()]) - np.mean([*first.values()]):+.2f}")
-        if len(paired) > 1:
-            mean, half = t_interval(paired)
-            texts[2] = f"{mean:+.1f} ± {half:.1f}" + " tied" * bool(abs(mean) <= half)
+        mean, half = t_interval(paired) if len(paired) > 1 else (0, 0)
+        texts.append(f"{mean:+.1f} ± {half:.1f}" + " tied" * bool(abs(mean) <= half) if half else
+                     f"{np.mean(values[1]) - np.mean(values[0]):+.2f}")
     return ["-" if "nan" in text else text for text in texts]      # a class that is never guessed
 
 
@@ -107,8 +106,7 @@ def list_runs(folder):
     """A line for each run below a folder: bACC and GM as reported, or the last ones so far."""
     found = sorted(path.parent for path in Path(folder).rglob("config.json"))
     if not found:
-        raise UserError(f"{folder} holds no run; name a folder that a training script wrote, or "
-                        f"one that holds such folders")
+        raise UserError(f"{folder} holds no run; name a folder that a training script wrote")
     for place in found:
         numbers = {"bacc": "nan", "gm": "nan", "iter": 0}
         if (place / "result.json").exists():
@@ -137,33 +135,23 @@ def read_unknown(path, size, skip_broken=False):
     return np.delete(names, broken).tolist(), torch.from_numpy(np.concatenate(chunks))
 
 
-def predict_pictures(run, path, out, doubtful, skip_broken):
-    """Write the two likeliest labels of each picture at `path`, by the run's averaged network, or
-    list the `doubtful` pictures that one should look at."""
-    info = run.cfg.dataset_info
-    if out and not Path(out).parent.is_dir():
-        raise UserError(f"--csv {out}: there is no folder {Path(out).parent}; make it, or name one")
-    names, (files, images) = info["names"], read_unknown(path, info["size"], skip_broken)
+def predict_pictures(run, path, doubtful, skip_broken):
+    """Print the two likeliest labels of each picture at `path`, by the run's averaged network, or
+    of the `doubtful` pictures that one should look at."""
+    names = run.cfg.dataset_info["names"]
+    files, images = read_unknown(path, run.cfg.dataset_info["size"], skip_broken)
     p = evaluate.scores(run.predict, images, run.normalise).softmax(1).cpu()          # (N, K)
     top, guess = (x.tolist() for x in p.topk(2))                             # [N][2] each
     rows = [(file, names[a], f"{p_a:.4f}", names[b], f"{p_b:.4f}") for file, (a, b), (p_a, p_b)
             in zip(files, guess, top, strict=True)]
-    columns = "file", "label", "probability", "second", "second_probability"
-    if out:
-        with open(out, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
-        print(f"{len(files)} predictions in {out}")
     show = csv.writer(sys.stdout, lineterminator="\n").writerows
-    if not out and not doubtful:
-        show([columns, *rows])
+    least = sorted(rows, key=lambda row: float(row[2]))[:doubtful] if doubtful else rows
+    show([("file", "label", "probability", "second", "second_probability"), *least])
     if doubtful:
-        print("least certain:")
-        show([columns, *sorted(rows, key=lambda row: float(row[2]))[:doubtful]])
         folders = [Path(file).parent.name for file in files]                 # <class>/picture
         wrong = [(file, names[a], f"{p[i, names.index(folder)]:.4f}", folder)
                  for i, (file, (a, _), folder) in enumerate(zip(files, guess, folders, strict=True))
                  if folder in names and folder != names[a]]
-        print(f"the folder's label is contradicted, {len(wrong)} of "
-              f"{sum(folder in names for folder in folders)}:")
+        print(f"\n{len(wrong)} of {len(files)} contradict the name of their folder")
         show([("file", "label", "probability_of_folder", "folder"),
               *sorted(wrong, key=lambda row: float(row[2]))[:doubtful]])

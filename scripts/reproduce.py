@@ -2,7 +2,6 @@
 
     python -m scripts.reproduce list --table 5 --seeds 0 1 2 | xargs -P 2 -I{} sh -c '{}'
     python -m scripts.reproduce list --seeds 0 1 2 3 4 --missing     what results/ lacks
-    python -m scripts.reproduce list --seeds 0 1 2 3 4 --held --method l2ac      what it holds
     python -m scripts.reproduce collect runs      results/*.jsonl, the tables of README.md and docs/
 
 The commands carry --resume, so a finished run returns at once and an interrupted one continues.
@@ -10,8 +9,7 @@ The commands carry --resume, so a finished run returns at once and an interrupte
 """
 import argparse
 
-from scripts import clusters, collect, study
-from scripts.collect import runs_of
+from scripts import collect, study
 from scripts.tables import SCALES, TABLES
 from support import exit_cleanly
 
@@ -26,22 +24,20 @@ def main(argv=None):
     add("--scale", choices=SCALES, default="mini", help="(default: mini)")
     add("--seeds", nargs="+", type=int, default=[0], help="(default: 0)")
     add("--method", nargs="+", help="only these methods (default: all)")
-    add("--missing", dest="held", action="store_false", default=None,
-        help="only runs that results/ lacks")
-    add("--held", action="store_true", default=None, help="only runs that it holds, to repeat them")
+    add("--missing", action="store_true", help="only runs that results/ lacks")
     args = p.parse_args(argv)
     if args.action == "collect":
         if args.runs:
             collect.collect(args.runs)
         collect.write_pages({number: collect.table_of(cells) for number, cells in TABLES.items()}
-                            | study.written_tables() | {"clusters": clusters.markdown()})
+                            | study.written_tables())
         return
     found = {}                                           # cells may share a run
     for cell in (cell for number in args.table for cell in TABLES[number]):
         if cell.runs_at(args.scale) and (not args.method or cell.method in args.method):
-            runs = runs_of(cell, args.scale)
+            runs = collect.runs_of(cell, args.scale)
             found |= {cell.command(args.scale, seed): None for seed in args.seeds
-                      if args.held in (None, seed in runs)}
+                      if not (args.missing and seed in runs)}
     for command in found:
         print(f"{command} --resume --out {collect.configuration(command)['out']}")
 

@@ -6,23 +6,23 @@ effective distribution and the linear one that under the uniform one, then by Ba
 attractor adds log pi_eff,k to logit k of every image, up to a constant. So what it adds is compared
 with log N_k and with log pi_eff,k: least squares over the K classes, both sides centred.
 """
+import re
+
 import numpy as np
 
-from scripts.collect import difference_text, grid, mean_text, runs_of, table_of
+from scripts.collect import grid, runs_of, table_of
+from scripts.report import mean_text, t_interval
 from scripts.tables import TABLES
 
-LABELS_ONLY = ("Vanilla", "Labels alone", "Labels only")
+LABELS_ONLY = "Labels only"
 BASES = {"mixmatch": "MixMatch", "fixmatch": "FixMatch"}
 L2AC, PRIOR, VECTOR = "**w/ L2AC**", "w/ L2AC, prior start (ours)", "w/ L2AC, vector"
-LABELED, ALL = "w/ LA, labeled rows", "w/ LA, all rows"
-PAIRS = (("FixMatch", "Labels alone"), (L2AC, "FixMatch"), (L2AC, LABELED), (L2AC, ALL),
+LABELED, ALL, SINGLE = "w/ LA, labeled rows", "w/ LA, all rows", "w/ single-level ablation"
+PAIRS = (("FixMatch", LABELS_ONLY), (L2AC, "FixMatch"), (L2AC, LABELED), (L2AC, ALL),
          (L2AC, VECTOR), (VECTOR, ALL), (PRIOR, L2AC), (PRIOR, ALL))
-SOFT, SOFT_PRIOR, CDMAD = "w/ L2AC, soft", "w/ L2AC, prior start, soft (ours)", "w/ CDMAD"
-SINGLE = "w/ L2AC, single level"
-SOFT_PAIRS = (("FixMatch, soft", "FixMatch"), (f"{LABELED}, soft", LABELED), (f"{ALL}, soft", ALL),
-              (f"{SINGLE}, soft", SINGLE), (SOFT, L2AC), (SOFT_PRIOR, PRIOR),
-              (CDMAD, f"{CDMAD}, hard"), (SOFT, "FixMatch, soft"), (SOFT, CDMAD),
-              (SOFT_PRIOR, CDMAD), (L2AC, f"{CDMAD}, hard"))
+SOFT, SOFT_PRIOR, CDMAD, HARD = f"{L2AC}, soft", f"{PRIOR}, soft", "w/ CDMAD", "w/ CDMAD, hard"
+SOFT_PAIRS = [(f"{row}, soft", row) for row in ("FixMatch", LABELED, ALL, SINGLE, L2AC, PRIOR)] + [
+    (CDMAD, HARD), (SOFT, "FixMatch, soft"), (SOFT, CDMAD), (SOFT_PRIOR, CDMAD), (L2AC, HARD)]
 COLUMNS = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
            "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
            "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
@@ -30,36 +30,37 @@ COLUMNS = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
 
 
 def difference(ours, theirs):
-    """Mean difference in bACC ± standard error (seeds). ours, theirs: {seed: line}"""
+    """**+2.3 ± 0.5** (5): mean difference in bACC ± standard error (seeds), bold if the 95 % t
+    interval excludes 0. ours, theirs: {seed: line}"""
     values = [ours[seed]["bacc"] - theirs[seed]["bacc"] for seed in ours.keys() & theirs.keys()]
-    return f"{difference_text(values)} ({len(values)})" if len(values) > 1 else ""
+    if len(values) < 2:
+        return ""
+    (mean, half), error = t_interval(values), np.std(values, ddof=1) / len(values) ** 0.5
+    bold = "**" if abs(mean) > max(half, 0.05) else ""   # not where 0.0 is shown
+    return f"{bold}{mean:+.1f} ± {error:.1f}{bold} ({len(values)})"
 
 
 def beside(cell, row):
     """The runs of another row of the table, with the same base if it has one, in this column."""
-    base = "supervised" if row in LABELS_ONLY else cell.base
+    base = "supervised" if row == LABELS_ONLY else cell.base
     place = base, row, cell.column, cell.dataset
     return runs_of(next(other for other in TABLES[cell.table] if place == (
         other.base, other.row, other.column, other.dataset)))
 
 
 def gain(cell):
-    """Of a method over its base, of a base over the labels alone."""
-    if cell.row in LABELS_ONLY:
-        return ""
+    """Of a method over its base, of a base over the labels only."""
     on_labels = cell.base == "supervised" or cell.row in BASES.values()
-    plain = next(other.row for other in TABLES[cell.table] if other.row in LABELS_ONLY)
-    return difference(runs_of(cell), beside(cell, plain if on_labels else BASES[cell.base]))
+    base = LABELS_ONLY if on_labels else BASES[cell.base]
+    return "" if cell.row == base else difference(runs_of(cell), beside(cell, base))
 
 
 def lead(cell):
-    """Of L2AC over another method on the same base."""
-    alone = cell.base == "supervised" or cell.row in (L2AC, *BASES.values())
-    return "" if alone else difference(beside(cell, L2AC), runs_of(cell))
-
-
-def lead_over_parts(cell):
-    return "" if cell.row == "**L2AC**" else difference(beside(cell, "**L2AC**"), runs_of(cell))
+    """Of L2AC over another method on the same base, in table 5 over its base, too."""
+    parts = cell.table.startswith("5")
+    l2ac = "**L2AC**" if parts else L2AC
+    alone = cell.base == "supervised" or cell.row in ([l2ac] if parts else [l2ac, *BASES.values()])
+    return "" if alone else difference(beside(cell, l2ac), runs_of(cell))
 
 
 def labels(cell):
@@ -80,42 +81,31 @@ def fit(added, x):
     return product / (x @ x), product ** 2 / (x @ x) / square if square else np.nan
 
 
-def effective_distribution(counts, kept, lambda_u=1.0):
-    """pi_eff (K,) of labeled images N_k (K,) and kept shares (K,)."""
-    weight = counts / counts.sum() + lambda_u * kept
-    return weight / weight.sum()
-
-
 def fits(added, counts, kept):
-    """Slope and R^2 of what the attractor adds (K,) on log N_k and on log pi_eff,k; `predicted` is
-    the slope on log N_k that it has if it adds log pi_eff."""
-    log_n, log_eff = np.log(counts), np.log(effective_distribution(counts, kept))
+    """Slope and R^2 of what the attractor adds (K,) on log N_k and on log pi_eff,k."""
+    log_n, log_eff = np.log(counts), np.log(counts / counts.sum() + kept)      # lambda_u is 1
     (slope_n, r2_n), (slope_eff, r2_eff) = fit(added, log_n), fit(added, log_eff)
     return {"slope_n": slope_n, "r2_n": r2_n, "slope_eff": slope_eff, "r2_eff": r2_eff,
-            "predicted": fit(log_eff, log_n)[0], "log_eff": log_eff - log_eff.mean()}
+            "log_eff": log_eff - log_eff.mean()}
 
 
 def described(line):
     """What the tables say of a run: its pseudo-labels in percent, where it has some, and what the
     attractor adds, where there is one. The tail is the third of the classes with the fewest labels.
     """
-    numbers = {key: line[key] for key in ("seed", "bacc", "gm")}
-    if line.get("kept", [None])[0] is None:                              # labels alone, cRT
+    numbers = {key: line[key] for key in ("bacc", "labels")}
+    if line.get("kept", [None])[0] is None:                              # labels only, cRT
         return numbers
     counts, unlabeled = np.array([line["labels"], line["unlabeled"]])    # (K,) each
     shares, tail = unlabeled / unlabeled.sum(), np.argsort(-counts, kind="stable")
     tail = tail[-round(len(tail) / 3):]
     kept, precision = np.array([line["kept"], line["right"]], dtype=float)
     right, known = kept * np.nan_to_num(precision), kept[~np.isnan(precision)].sum()
-    numbers |= {"kept": 100 * kept.sum(), "found_k": 100 * right / shares,
-                "tail": 100 * right[tail].sum() / shares[tail].sum()}
+    numbers |= {"kept": 100 * kept.sum(), "tail": 100 * right[tail].sum() / shares[tail].sum()}
     numbers |= {"right": 100 * right.sum() / known} if known else {}
     if "bias" in line:
-        tenths = line["by_tenth"]
-        numbers |= fits(np.array(line["bias"]), counts, kept)
-        numbers |= {"bias": np.array(line["bias"]), "varies": 100 * line["bias_varies"],
-                    "tenths": [fits(np.array(bias), counts, np.array(kept)) for bias, kept in
-                               zip(tenths["bias"], tenths["kept"], strict=True)]}
+        bias = np.array(line["bias"])
+        numbers |= fits(bias, counts, kept) | {"bias": bias, "varies": 100 * line["bias_varies"]}
     return numbers
 
 
@@ -143,7 +133,7 @@ def study_table():
 def difference_table(number, pairs):
     cells, rows = [cell for cell in TABLES[number] if cell.row == L2AC], []
     for pair in pairs:
-        names = (row.strip("*").removeprefix("w/ ").removesuffix(" (ours)") for row in pair)
+        names = (re.sub(r"\*\*|w/ | \(ours\)", "", row) for row in pair)
         rows.append([" − ".join(names), *(difference(*(beside(cell, row) for row in pair))
                                           for cell in cells)])
     return grid([f"{cell.dataset}, {cell.column}" for cell in cells], rows)
@@ -151,18 +141,17 @@ def difference_table(number, pairs):
 
 def title(cell):
     name = cell.row.strip("*")
-    return f"{BASES.get(cell.base, 'Labels only')} {name}" if name.startswith("w/") else name
+    return f"{BASES.get(cell.base, LABELS_ONLY)} {name}" if name.startswith("w/") else name
 
 
 def written_tables():
     """{name of its place in the pages: Markdown}"""
     written = {"study": study_table(), "differences": difference_table("attractor", PAIRS),
                "soft differences": difference_table("soft", SOFT_PAIRS)}
-    for name, text in (("gains", gain), ("leads", lead), ("labels", labels)):
-        written[f"{name} on signs"] = table_of(TABLES["signs"], text, title)
-    for suffix, end in (("-digits", ""), ("", " on cifar10")):
-        for name, number, text in (
-                ("gains", "1", gain), ("leads", "1", lead), ("labels", "1", labels),
-                ("parts", "5", lead_over_parts), ("labels of parts", "5", labels)):
-            written[name + end] = table_of(TABLES[number + suffix], text, title)
+    for table, end in (("1-digits", ""), ("1", " on cifar10"), ("signs", " on signs")):
+        for name, text in (("gains", gain), ("leads", lead), ("labels", labels)):
+            written[name + end] = table_of(TABLES[table], text, title)
+    for table, end in (("5-digits", ""), ("5", " on cifar10")):
+        written["parts" + end] = table_of(TABLES[table], lead, title)
+        written["labels of parts" + end] = table_of(TABLES[table], labels, title)
     return written

@@ -80,7 +80,7 @@ def read_cells(number, dataset, columns, text, setting=None):
 
 TABLES = {
     "1": read_cells("1", "cifar10", LONG, """
-        supervised vanilla    Vanilla        | 58.8/51.0     | 55.6/44.0 | 58.8/51.0 | 58.8/51.0
+        supervised vanilla    Labels only    | 58.8/51.0     | 55.6/44.0 | 58.8/51.0 | 58.8/51.0
         supervised resampling w/ Re-sampling | 55.8/45.1     | 52.2/38.2 | 55.8/45.1 | 55.8/45.1
         supervised ldam       w/ LDAM-DRW    | 62.8/58.9     | 57.9/50.4 | 62.8/58.9 | 62.8/58.9
         supervised crt        w/ cRT         | 63.2/59.9     | 59.3/54.6 | 63.2/59.9 | 63.2/59.9
@@ -125,7 +125,7 @@ TABLES = {
         fixmatch l2ac **w/ L2AC** | 79.9/79.1     | 77.0/75.8
         """),
     "3": read_cells("3", "sun397", {"SUN397": ""}, """
-        supervised vanilla Vanilla     | 38.3/29.9
+        supervised vanilla Labels only | 38.3/29.9
         supervised crt     cRT         | 39.3/33.7
         fixmatch   none    FixMatch    | 44.9/35.7
         fixmatch   darp    w/ DARP     | 45.5/37.5
@@ -174,74 +174,44 @@ TABLES = {
 }
 
 
-def on_digits(table):
-    """The cells of one of the paper's tables on CIFAR-10 with the settings of the digits."""
-    columns = dict(zip(LONG, DIGITS, strict=True))
-    return [replace(cell, table=f"{table}-digits", column=columns[cell.column], dataset="digits",
-                    flags=own_flags(cell.base, cell.method, cell.row, DIGITS[columns[cell.column]]),
-                    paper="N/A" if cell.paper == "N/A" else "") for cell in TABLES[table]]
+def elsewhere(table, name, dataset, columns):
+    """The cells of one of the paper's tables on CIFAR-10 with the settings of another dataset.
+    columns: {the paper's: (ours, its flags)}"""
+    return [replace(cell, table=name, column=columns[cell.column][0], dataset=dataset,
+                    flags=own_flags(cell.base, cell.method, cell.row, columns[cell.column][1]),
+                    paper="N/A" if cell.paper == "N/A" else "")
+            for cell in TABLES[table] if cell.column in columns]
 
 
 STUDY = """
-    supervised vanilla     Labels alone
+    supervised vanilla     Labels only
     fixmatch   none        FixMatch
     fixmatch   la          w/ LA, labeled rows
     fixmatch   la_all      w/ LA, all rows
     fixmatch   l2ac        w/ L2AC, vector
     fixmatch   l2ac        **w/ L2AC**
     fixmatch   l2ac        w/ L2AC, prior start (ours)
-    supervised upper_bound All true labels
+    supervised upper_bound All labels
     """
-TABLES["1-digits"], TABLES["5-digits"] = on_digits("1"), on_digits("5")
+ON_DIGITS = dict(zip(LONG, DIGITS.items(), strict=True))
+TABLES["1-digits"] = elsewhere("1", "1-digits", "digits", ON_DIGITS)
+TABLES["5-digits"] = elsewhere("5", "5-digits", "digits", ON_DIGITS)
 TABLES["attractor"] = read_cells("attractor", "digits", DIGITS, STUDY) + read_cells(
     "attractor", "cifar10", {k: LONG[k] for k in ("gamma_u 1", "gamma_u 100 reversed")}, STUDY)
-TABLES["front"] = read_cells("front", "digits", DIGITS, """
-    supervised vanilla     Labels alone
-    fixmatch   none        FixMatch
-    fixmatch   la          w/ LA (labeled rows)
-    fixmatch   l2ac        **w/ L2AC**
-    fixmatch   l2ac        w/ L2AC, prior start (ours)
-    """)
-TABLES["signs"] = read_cells("signs", "gtsrb", SIGNS, """
-    supervised vanilla      Labels only
-    supervised resampling   w/ Re-sampling
-    supervised ldam         w/ LDAM-DRW
-    supervised crt          w/ cRT
-    mixmatch   none         MixMatch
-    mixmatch   l2ac         **w/ L2AC**
-    fixmatch   none         FixMatch
-    fixmatch   darp         w/ DARP
-    fixmatch   crest+       w/ CReST+ | | N/A
-    fixmatch   sar          w/ SaR
-    fixmatch   daso         w/ DASO
-    fixmatch   abc          w/ ABC
-    fixmatch   la           w/ LA, labeled rows
-    fixmatch   la_all       w/ LA, all rows
-    fixmatch   la_post_hoc  w/ LA, post hoc
-    fixmatch   single_level w/ L2AC, single level
-    fixmatch   l2ac         **w/ L2AC**
-    fixmatch   l2ac         w/ L2AC, prior start (ours)
-    fixmatch   darp_crt     w/ DARP + cRT
-    fixmatch   cdmad        w/ CDMAD
-    fixmatch   adello       w/ ADELLO
-    fixmatch   acr          w/ ACR
+FRONT = ("Labels only", "FixMatch", "w/ LA, labeled rows", "**w/ L2AC**",
+         "w/ L2AC, prior start (ours)")
+TABLES["front"] = [cell for cell in TABLES["attractor"]
+                   if cell.dataset == "digits" and cell.row in FRONT]
+ON_SIGNS = dict(zip(("gamma 100", "gamma_u 1"), SIGNS.items(), strict=True))
+TABLES["signs"] = [cell for cell in elsewhere("1", "signs", "gtsrb", ON_SIGNS)
+                   if cell.base != "mixmatch" or cell.row in ("MixMatch", "**w/ L2AC**")]
+TABLES["signs"] += read_cells("signs", "gtsrb", SIGNS, """
+    fixmatch   single_level w/ single-level ablation
     supervised upper_bound  All labels
     """)
-SOFT = """
-    fixmatch none         FixMatch
-    fixmatch none         FixMatch, soft
-    fixmatch la           w/ LA, labeled rows
-    fixmatch la           w/ LA, labeled rows, soft
-    fixmatch la_all       w/ LA, all rows
-    fixmatch la_all       w/ LA, all rows, soft
-    fixmatch single_level w/ L2AC, single level
-    fixmatch single_level w/ L2AC, single level, soft
-    fixmatch l2ac         **w/ L2AC**
-    fixmatch l2ac         w/ L2AC, soft
-    fixmatch l2ac         w/ L2AC, prior start (ours)
-    fixmatch l2ac         w/ L2AC, prior start, soft (ours)
-    fixmatch cdmad        w/ CDMAD, hard
-    fixmatch cdmad        w/ CDMAD
-    """
-TABLES["soft"] = read_cells("soft", "digits", DIGITS, SOFT) + read_cells(
-    "soft", "gtsrb", SIGNS, SOFT)
+SOFT = "".join(f"fixmatch {row}{labels}\n" for row in (
+    "none FixMatch", "la w/ LA, labeled rows", "la_all w/ LA, all rows",
+    "single_level w/ single-level ablation", "l2ac **w/ L2AC**", "l2ac w/ L2AC, prior start (ours)")
+    for labels in ("", ", soft")) + "fixmatch cdmad w/ CDMAD, hard\nfixmatch cdmad w/ CDMAD"
+TABLES["soft"] = [cell for dataset, columns in (("digits", DIGITS), ("gtsrb", SIGNS))
+                  for cell in read_cells("soft", dataset, columns, SOFT)]

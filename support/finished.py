@@ -85,7 +85,6 @@ class FinishedRun:
                                               self.dataset.num_classes)
         result = evaluate.metrics(confusion)
         return result | evaluate.thirds(result["recall"], self.labels_per_class) | {
-            "predicted": (100 * self.test_scores.softmax(1).mean(0)).tolist(),        # [K]
             "confusion": (100 * confusion / confusion.sum(1, keepdim=True)).tolist()}  # [K][K]
 
     @cached_property

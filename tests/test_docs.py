@@ -20,9 +20,9 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
 def commands(page):
-    """(module, argument, ...) of the command lines in a page's blocks of code, up to a pipe."""
+    """(module, argument, ...) of the commands in a page, each up to a pipe or >."""
     text = "\n".join(code for kind, code in FENCE.findall(page.read_text()) if not kind)
-    for line in re.split(r"\n|&&|\|", text.replace("\\\n", " ")):
+    for line in re.split(r"\n|&&|\||> ", text.replace("\\\n", " ")):
         if re.match(r"\s*(python|torchrun) ", line):
             program, *words = shlex.split(line, comments=True)
             if program == "torchrun":
@@ -50,7 +50,7 @@ def test_a_command_is_accepted(words, monkeypatch):
         importlib.import_module(words[0]).main(list(words[1:]))
 
 
-def test_the_code_of_data_md(tmp_path, monkeypatch):
+def test_the_code_of_data_md(tmp_path, monkeypatch, capsys):
     """A trained network in one's own code, and exported: the numbers of --predict."""
     monkeypatch.chdir(tmp_path)
     x = np.random.default_rng(0).integers(0, 256, (5, 9, 12, 3), dtype=np.uint8)
@@ -63,8 +63,9 @@ def test_the_code_of_data_md(tmp_path, monkeypatch):
     for kind, code in FENCE.findall((ROOT / "docs/data.md").read_text()):
         if kind == "python" and "mine" not in code:
             exec(code, found)
-    evaluate.main([run, "--predict", "new_pictures", "--csv", "out.csv"])
-    rows = list(csv.DictReader(Path("out.csv").read_text().splitlines()))
+    capsys.readouterr()
+    evaluate.main([run, "--predict", "new_pictures"])
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [row["label"] for row in rows] == found["labels"]
     for p in (found["p"], found["same"]):
         told = [float(row["probability"]) for row in rows]
