@@ -1,7 +1,7 @@
 """From finished runs to results/*.jsonl, and from there to the tables of README.md and docs/.
 
-A line is a run: its command, what it reports, `tests` (imbalanced test sets), and by class `labels`,
-`unlabeled` (numbers of images), `recall`, `kept` (share of the unlabeled images that count with
+A line is a run: its command, what it reports, `tests` (imbalanced test sets), and by class `labels`
+and `unlabeled` (numbers of images), `recall`, `kept` (share of the unlabeled images that count with
 this label), `right` (share of these that have it) and `bias` (what the attractor adds): means over
 the reported evaluations. recipes.jsonl and other.jsonl hold runs of flags and rules that are gone.
 """
