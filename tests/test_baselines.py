@@ -261,7 +261,7 @@ def test_one_file_in_a_copy_of_the_tree(tmp_path):
     """The commands of the README, with the file in baselines/ and in the root."""
     tree = tmp_path / "tree"
     tree.mkdir()
-    for item in (*ROOT.glob("*.py"), *(ROOT / name for name in ("baselines", "scripts", "support"))):
+    for item in (*ROOT.glob("*.py"), *map(ROOT.joinpath, ("baselines", "scripts", "support"))):
         (shutil.copytree if item.is_dir() else shutil.copy)(item, tree / item.name)
     for folder in (tree, tree / "baselines"):
         (folder / "alignment.py").write_text(EXAMPLE)
