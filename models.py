@@ -140,6 +140,8 @@ class EMA:
     # torch's AveragedModel would also do, but it reads a counter back from the device at each step.
     def __init__(self, model, decay):
         self.model = deepcopy(model).eval().requires_grad_(False)
+        if not model.training:                                # --freeze: these never change
+            self.model.features = weights.remembered(self.model.features)
         self.average = get_ema_multi_avg_fn(decay)
         self.trail, self.live = ([t for t in m.state_dict().values() if t.is_floating_point()]
                                  for m in (self.model, model))

@@ -33,6 +33,9 @@ MINI = dict(model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0
 SMALL = ("digits", "synthetic")                      # mini by default, and smaller still
 MINI_OF = dict.fromkeys(SMALL, dict(iters=1200, batch_size=32, eval_every=60)) | {
     "gtsrb": dict(iters=6000, batch_size=32, eval_every=600)}
+# With --weights: minutes on one CPU core if theta is frozen. lr is then that of a new classifier.
+PRETRAINED = dict(image_size=64, batch_size=32, iters=300, eval_every=60, ema=0.99, n_strong=1,
+                  bn_momentum=0.1, threads=1)
 # An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4
 # it could move by 25 in the paper's run, but in a miniature by 0.2 at most.
 MINI_VECTOR = dict(eta=1e-2)
@@ -123,6 +126,8 @@ def presets(chosen, scale):
     if scale == "mini":
         table = table | MINI | MINI_OF.get(chosen.dataset, {})
         table |= MINI_VECTOR if getattr(chosen, "attractor", "mlp") == "vector" else {}
+    if chosen.weights:
+        table = table | PRETRAINED | ({} if chosen.freeze else dict(lr=1e-4))
     if chosen.ratio is not None:                     # in place of counts
         table = table | dict.fromkeys(COUNTS)
     elif any(getattr(chosen, key) is not None for key in (*COUNTS, "beta")):

@@ -314,7 +314,8 @@ def decode_once(paths, size, data_dir, skip_broken):
             with open(new / "images", "wb") as file:
                 broken = decode_all(paths, (size, size), file.write, skip_broken)
             np.save(new / "broken.npy", np.array(broken, int))
-            os.rename(new, cache)
+            if not cache.exists():            # another run may have been faster
+                os.rename(new, cache)
     readable = np.ones(len(paths), bool)
     readable[np.load(cache / "broken.npy")] = False
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes

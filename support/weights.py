@@ -1,4 +1,4 @@
-"""Weights to start from: torchvision's of ImageNet, or a file."""
+"""Weights to start from: torchvision's of ImageNet, or a file. Features that stay as they are."""
 from pathlib import Path
 
 import torch
@@ -34,3 +34,16 @@ def load(model, source, name):
         reason = str(error).splitlines()[1].strip()
         raise UserError(f"--weights {source} does not fit --model {name} ({reason:.70} ...); name "
                         f"the model that it belongs to") from error
+
+
+def remembered(features):
+    """The function `features`, which computes a batch that comes again, like those of the test set,
+    only once."""
+    known = {}
+
+    def look_up(x):
+        key = hash(x.numpy(force=True).tobytes())
+        if key not in known:
+            known[key] = features(x)
+        return known[key]
+    return look_up
