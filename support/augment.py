@@ -54,9 +54,8 @@ class Normalise:
 
 
 def weak(x, rng, normalise, no_flip=False, cutout=False):
-    """x: (N, 3, H, W) uint8, rng: numpy Generator -> (N, 3, H, W) float32, channels_last.
-    no_flip: a mirror image would show something else (digits, letters, road signs).
-    cutout is for the strong view."""
+    """x: (N, 3, H, W) uint8, rng: numpy Generator -> (N, 3, H, W) float32, channels_last. no_flip:
+    a mirror image would show something else (digits, road signs). cutout: for the strong view."""
     N, _, h, w = x.shape
     i, j = np.arange(h), np.arange(w)
 
@@ -92,8 +91,7 @@ def strong(x, rng, normalise, n=3, m=4, no_flip=False):
 
 def to_device(a, x):
     """NumPy array -> tensor on the device of x, or on the device x. A blocking copy to CUDA would
-    wait for all queued work. Without blocking, `a` may still be freed at once: CUDA copies it to a
-    buffer of its own before the call returns. Other devices do not guarantee that."""
+    wait for all queued work; other devices do not promise to copy `a` before the call returns."""
     device = torch.device(getattr(x, "device", x))
     return torch.from_numpy(a).to(device, non_blocking=device.type == "cuda")
 

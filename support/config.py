@@ -26,8 +26,7 @@ PRESETS = {  # any other name is the user's own data, taken as it is
     "own .npz": dict(image_size=None),
     "own folder": dict(),
 }
-# The same protocol on one CPU core in minutes. Threads of such small networks spend more time
-# waiting for each other than computing as soon as another program wants a core.
+# The same protocol on one CPU core in minutes: threads of so small a network wait for each other.
 MINI = dict(model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=100,
             n_strong=1, threads=1)
 SMALL = ("digits", "synthetic")                      # mini by default, and smaller still
@@ -36,8 +35,7 @@ MINI_OF = dict.fromkeys(SMALL, dict(iters=1200, batch_size=32, eval_every=60)) |
 # With --weights: minutes on one CPU core if theta is frozen. lr is then that of a new classifier.
 PRETRAINED = dict(image_size=64, batch_size=32, iters=300, eval_every=60, ema=0.99, n_strong=1,
                   bn_momentum=0.1, threads=1)
-# An entry of the vector moves by eta a step, while the weights of the MLP move together: with 1e-4
-# it could move by 25 in the paper's run, but in a miniature by 0.2 at most.
+# An entry of the vector moves by eta a step at most: with 1e-4 by 0.2 in a miniature.
 MINI_VECTOR = dict(eta=1e-2)
 COUNTS = ("n1", "m1", "gamma_l", "gamma_u")
 FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "deterministic",
@@ -154,7 +152,7 @@ def default_out(cfg):
     name = f"{Path(cfg.dataset).resolve().stem}_{cfg.base}_{cfg.method}"
     for key, value in cfg.changed.items():
         if key not in ("dataset", "method", "base", "seed", *FREE):
-            text = f"{value:g}" if isinstance(value, float) else value
+            text = f"{value:g}" if isinstance(value, float) else Path(str(value)).stem
             name += f"_{key}" if value is True else f"_{key}{text}"
     return f"runs/{name}_s{cfg.seed}"
 

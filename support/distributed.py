@@ -4,8 +4,7 @@
 
 --batch_size stays global: every rank takes its slice of the batch, and makes its own random views.
 Gradients are averaged after each backward pass, so all ranks hold the same weights. BatchNorm
-normalises the local batch, as under DistributedDataParallel. Rank 0 evaluates, prints and writes.
-nccl is untested: no GPU was at hand.
+normalises the local batch, as under DDP. Rank 0 evaluates, prints and writes. nccl is untested.
 """
 import os
 import sys

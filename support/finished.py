@@ -30,10 +30,11 @@ class FinishedRun:
         l2ac_flags(p)
         # a flag that did not exist when the run was made has its default
         cfg = Namespace(**vars(p.parse_args([])) | state["config"])
-        num_classes = len(cfg.dataset_info["names"])
+        info, num_classes = cfg.dataset_info, len(cfg.dataset_info["names"])
         model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.image_size)
         self.folder, self.cfg, self.device = Path(folder), cfg, torch.device(device)
-        self.labels_per_class = cfg.dataset_info["labels"]
+        self.labels_per_class = info["labels"]
+        self.normalise = Normalise(info["mean"], info["std"], device)
         self.history = self.counted = state["history"]    # all evaluations, those that count
         self.model = self.predict = model                 # the EMA
         omega = state["attractor"] if cfg.method == "l2ac" else {}
@@ -63,11 +64,6 @@ class FinishedRun:
     @cached_property
     def split(self):
         return data.split(self.dataset, self.cfg)     # indices of labeled, of unlabeled images
-
-    @cached_property
-    def normalise(self):
-        info = self.cfg.dataset_info                  # --predict needs no dataset
-        return Normalise(info["mean"], info["std"], self.device)
 
     @cached_property
     def test_scores(self):

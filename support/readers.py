@@ -50,8 +50,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", "
 
 
 def load(name, data_dir, image_size, hold_out, skip_broken, rng):
-    """The fields of data.Dataset. hold_out: share of each class, if there is no test set; rng:
-    data.rng"""
+    """The fields of data.Dataset. hold_out: a share, if there is no test set; rng: data.rng"""
     path, data_dir = Path(name), Path(data_dir)
     archive = data_dir / f"{name}.npz"
     if name == "synthetic":
@@ -69,8 +68,7 @@ def load(name, data_dir, image_size, hold_out, skip_broken, rng):
                         f"an .npz file or to a folder of pictures")
     num_classes = arrays["y_train"].max() + 1
     names, mean, std = BUILT_IN.get(name, (None, None, None))
-    numbered = [f"class {k}" for k in range(num_classes)]
-    names = [str(name) for name in names or arrays.get("names", numbered)]
+    names = list(map(str, names or arrays.get("names", [f"class {k}" for k in range(num_classes)])))
     if num_classes < 2 or len(names) != num_classes or len(set(names)) != num_classes:
         raise UserError(f"--dataset {name}: it has {num_classes} class(es) and {len(set(names))} "
                         f"name(s); at least two classes are needed, each with its own name")
@@ -101,8 +99,8 @@ def load(name, data_dir, image_size, hold_out, skip_broken, rng):
 
 
 def hold_out_test(arrays, number, rng):
-    """Set images of each class aside for testing: the same ones whatever the seed. number: of each
-    class; or a share of it, at least one image but not the last one."""
+    """Set images aside for testing, the same whatever the seed. number: of each class, or a share
+    of it, at least one image but not the last one."""
     y, test = arrays["y_train"], []
     for k in range(y.max() + 1):
         members = np.flatnonzero(y == k)
@@ -301,7 +299,7 @@ def decode_all(paths, size, write, skip_broken):
 
 def decode_once(paths, size, data_dir, skip_broken):
     """Images (N, 3, size, size) uint8, mapped from a file, which is another one if a picture
-    changes, and which of the paths they are of: a mask, all of them unless some are skipped."""
+    changes, and of which paths they are: a mask, all True unless broken ones are skipped."""
     files = [(os.path.abspath(p), os.path.getsize(p), os.path.getmtime(p)) for p in paths]
     key = hashlib.blake2b(ascii((files, size, skip_broken)).encode(), digest_size=16).hexdigest()
     cache = data_dir / "cache" / key          # a folder, which is whole or not there

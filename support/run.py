@@ -83,11 +83,8 @@ class Run:
         return state
 
     def after_step(self, step, y_u, mask, true_u, **losses):
-        """Everything that follows an iteration.
-
-        y_u, mask, true_u (U,): pseudo-labels, which of them count, true labels or -1
-        losses: scalars by name, or None: loss_x, loss_u, loss_bal
-        """
+        """What follows an iteration. y_u, mask, true_u (U,): pseudo-labels, which of them count,
+        true labels or -1; losses: loss_x, loss_u, loss_bal, scalars or None"""
         done = step + 1
         losses = {name: x.detach() for name, x in losses.items() if x is not None}
         self.means.add(y_u, mask, true_u, **losses)
@@ -161,7 +158,7 @@ class Run:
     # ----------------------------------------------------------------------------------- screen
 
     def print_start(self, dataset, sets):
-        """What is about to run: class counts, network, the settings that differ from the preset."""
+        """Class counts, network, the settings that differ from the preset."""
         lines, cfg = [], self.cfg
         for name, index in sets.items():
             counts = zip(dataset.names, dataset.count(index).tolist(), strict=True)
@@ -208,11 +205,9 @@ class Run:
 
 
 class Means:
-    """Means since the epoch began, for log.csv, on the device until they are asked for.
-
-    kept: the share of unlabeled images whose pseudo-label counts; kept_k: those with label k.
-    right: the share of these labels that are right, where the truth is known; right_k of label k.
-    """
+    """Means since the epoch began, for log.csv. kept: the share of unlabeled images whose
+    pseudo-label counts; kept_k: those with label k. right, right_k: the share of these that is
+    right, where the truth is known."""
 
     def __init__(self, num_classes, device):
         self.names = ["loss_x", "loss_u", "loss_bal", "kept", "right"]
@@ -238,10 +233,6 @@ class Means:
         """The means over all processes; nan for what there was none of."""
         return {name: total / count if count else math.nan for name, total, count in zip(
             self.names, *distributed.mean(self.sums).tolist(), strict=True)}
-
-
-# ---------------------------------------------------------------------------------------------
-# files
 
 
 def write(path, content):

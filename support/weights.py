@@ -37,8 +37,7 @@ def load(model, source, name):
 
 
 def remembered(features):
-    """The function `features`, which computes a batch that comes again, like those of the test set,
-    only once."""
+    """`features`, but a batch that comes again, like those of the test set, is computed once."""
     known = {}
 
     def look_up(x):
