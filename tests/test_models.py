@@ -160,3 +160,14 @@ def test_ema_and_weight_decay_have_their_closed_forms():
     for key, value in model.state_dict().items():
         kept = 1 if "running" in key or "num_batches" in key else 0.8
         torch.testing.assert_close(value, kept * states[-1][key])
+
+
+def test_the_average_of_a_frozen_network_computes_a_batch_once():
+    passes, model, x = [], models.build("wrn-10-1", 4).eval(), torch.randn(2, 3, 3, 16, 16)
+    expected = [model.features(batch) for batch in x]
+    for average, times in ((models.EMA(model, 0.9), 2), (models.EMA(model.train(), 0.9), 4)):
+        del passes[:]
+        next(average.model.children()).register_forward_hook(lambda *_: passes.append(1))
+        for i in (0, 1, 1, 0):
+            assert torch.equal(average.model.features(x[i]), expected[i])
+        assert len(passes) == times
