@@ -51,18 +51,24 @@ def test_a_command_is_accepted(words, monkeypatch):
 
 
 def test_the_code_of_data_md(tmp_path, monkeypatch, capsys):
-    """A trained network in one's own code, and exported: the numbers of --predict."""
+    """Signs become files; a network in one's own code, and exported, does what --predict does."""
     monkeypatch.chdir(tmp_path)
-    x = np.random.default_rng(0).integers(0, 256, (5, 9, 12, 3), dtype=np.uint8)
-    for i, image in enumerate(x):
-        Path("new_pictures").mkdir(exist_ok=True)
+    x = np.random.default_rng(0).integers(0, 256, (43 * 6, 9, 12, 3), dtype=np.uint8)
+    for folder in ("new_pictures", "data"):
+        Path(folder).mkdir()
+    for i, image in enumerate(x[:5]):
         Image.fromarray(image).save(f"new_pictures/{i}.png")
+    y = np.arange(43 * 6) // 6                                  # two tracks of three frames each
+    track = np.arange(43 * 6) // 3
+    np.savez("data/gtsrb.npz", x_train=x, y_train=y, track=track, x_test=x, y_test=y)
     run = "runs/pictures_fixmatch_l2ac_scalemini_s0"
     train(Path(run), "--iters 2")
     found = {"torch": torch}
     for kind, code in FENCE.findall((ROOT / "docs/data.md").read_text()):
         if kind == "python" and "mine" not in code:
             exec(code, found)
+    assert np.array_equal(Image.open("signs/train/animals/track0062.png"), x[31 * 6 + 2])
+    assert [len(list(Path(f).glob("**/*.png"))) for f in ("signs", "new_signs")] == [12 + 18, 18]
     capsys.readouterr()
     evaluate.main([run, "--predict", "new_pictures"])
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
