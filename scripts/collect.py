@@ -18,7 +18,6 @@ import evaluate
 import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
-from scripts.report import mean_text
 from scripts.tables import SCALES, TABLES
 from support import config
 from support.finished import FinishedRun
@@ -130,12 +129,12 @@ def collect(runs):
 
 
 def ours(cell, scale="mini"):
-    """Mean ± standard deviation (number of seeds), or "" without a run."""
+    """bACC / GM (number of seeds), or "" without a run."""
     numbers = [line["tests"][cell.test] if cell.test else line
                for line in runs_of(cell, scale).values()]
     keys = ("bacc", "gm", "acc") if cell.test else ("bacc", "gm")
-    texts = [mean_text([n[key] for n in numbers]) for key in keys if numbers]
-    return f"{' / '.join(texts)} ({len(numbers)})" if numbers else ""
+    means = [f"{np.mean([n[key] for n in numbers]):.1f}" for key in keys if numbers]
+    return f"{' / '.join(means)} ({len(numbers)})" if numbers else ""
 
 
 def cell_text(cell):
@@ -173,8 +172,8 @@ def table_of(cells, text=cell_text, title=lambda cell: cell.row):
 
 
 def write_pages(tables):
-    """Put tables between `<!-- table NAME -->` and `<!-- end -->`. tables: {NAME: Markdown}"""
+    """Put tables[NAME](), Markdown, between `<!-- table NAME -->` and `<!-- end -->`."""
     place = re.compile(r"(<!-- table (.+?) -->\n).*?(?=<!-- end -->)", re.S)
     for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
-        text = place.sub(lambda at: f"{at[1]}{tables[at[2]]}\n", page.read_text(encoding="utf-8"))
+        text = place.sub(lambda at: f"{at[1]}{tables[at[2]]()}\n", page.read_text(encoding="utf-8"))
         page.write_text(text, encoding="utf-8")

@@ -1,8 +1,9 @@
-"""The paper's tables: list the commands that fill them, collect the results.
+"""The paper's tables: list the commands that fill them, collect the results, show a table.
 
     python -m scripts.reproduce list --table 5 --seeds 0 1 2 | xargs -P 2 -I{} sh -c '{}'
     python -m scripts.reproduce list --seeds 0 1 2 3 4 --missing     what results/ lacks
     python -m scripts.reproduce collect runs      results/*.jsonl, the tables of README.md and docs/
+    python -m scripts.reproduce show --table 4 "gains on cifar10"    also those on no page
 
 The commands carry --resume, so a finished run returns at once and an interrupted one continues.
 `collect` without a folder writes the tables from results/ alone.
@@ -17,10 +18,10 @@ from support import exit_cleanly
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
-    add("action", choices=("list", "collect"))
+    add("action", choices=("list", "collect", "show"))
     add("runs", nargs="?", help="of collect: a folder with run folders anywhere below it")
-    add("--table", nargs="+", choices=TABLES, default=TABLES, metavar="N",
-        help=f"{', '.join(TABLES)} (default: all)")
+    add("--table", nargs="+", choices=study.WRITTEN, default=TABLES, metavar="N",
+        help=f"list: {', '.join(TABLES)} (default: all); show: {', '.join(study.WRITTEN)}")
     add("--scale", choices=SCALES, default="mini", help="(default: mini)")
     add("--seeds", nargs="+", type=int, default=[0], help="(default: 0)")
     add("--method", nargs="+", help="only these methods (default: all)")
@@ -29,11 +30,11 @@ def main(argv=None):
     if args.action == "collect":
         if args.runs:
             collect.collect(args.runs)
-        collect.write_pages({number: collect.table_of(cells) for number, cells in TABLES.items()}
-                            | study.written_tables())
-        return
+        return collect.write_pages(study.WRITTEN)
+    if args.action == "show":
+        return print("\n\n".join(study.WRITTEN[name]() for name in args.table))
     found = {}                                           # cells may share a run
-    for cell in (cell for number in args.table for cell in TABLES[number]):
+    for cell in (cell for number in args.table for cell in TABLES.get(number, ())):
         if cell.runs_at(args.scale) and (not args.method or cell.method in args.method):
             runs = collect.runs_of(cell, args.scale)
             found |= {cell.command(args.scale, seed): None for seed in args.seeds

@@ -7,11 +7,12 @@ attractor adds log pi_eff,k to logit k of every image, up to a constant. So what
 with log N_k and with log pi_eff,k: least squares over the K classes, both sides centred.
 """
 import re
+from functools import partial
 
 import numpy as np
 
 from scripts.collect import grid, runs_of, table_of
-from scripts.report import mean_text, t_interval
+from scripts.report import t_interval
 from scripts.tables import TABLES
 
 LABELS_ONLY = "Labels only"
@@ -30,14 +31,14 @@ COLUMNS = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
 
 
 def difference(ours, theirs):
-    """**+2.3 ± 0.5** (5): mean difference in bACC ± standard error (seeds), bold if the 95 % t
-    interval excludes 0. ours, theirs: {seed: line}"""
+    """**+2.3 ± 1.1**: difference in bACC, paired by seed, with its 95 % t interval, bold if this
+    excludes 0. ours, theirs: {seed: line}"""
     values = [ours[seed]["bacc"] - theirs[seed]["bacc"] for seed in ours.keys() & theirs.keys()]
     if len(values) < 2:
         return ""
-    (mean, half), error = t_interval(values), np.std(values, ddof=1) / len(values) ** 0.5
+    mean, half = t_interval(values)
     bold = "**" if abs(mean) > max(half, 0.05) else ""   # not where 0.0 is shown
-    return f"{bold}{mean:+.1f} ± {error:.1f}{bold} ({len(values)})"
+    return f"{bold}{mean:+.1f} ± {half:.1f}{bold}"
 
 
 def beside(cell, row):
@@ -119,15 +120,15 @@ def study():
 
 
 def measured(runs):
-    """The cells of COLUMNS: mean and standard deviation over runs, "" where none has the number."""
+    """The cells of COLUMNS: means over runs, "" where none has the number."""
     values = [([run[key] for run in runs if key in run], form) for key, form in COLUMNS.values()]
-    return [mean_text(numbers, form) if numbers else "" for numbers, form in values]
+    return [f"{np.mean(numbers):{form}}" if numbers else "" for numbers, form in values]
 
 
 def study_table():
     return grid(COLUMNS, [[f"{dataset}, {column}", f"{row} ({len(runs)})", *measured(runs)]
                           for (dataset, column), rows in study().items()
-                          for row, runs in rows.items() if runs and "kept" in runs[0]], heads=2)
+                          for row, runs in rows.items() if runs and "bias" in runs[0]], heads=2)
 
 
 def difference_table(number, pairs):
@@ -144,14 +145,12 @@ def title(cell):
     return f"{BASES.get(cell.base, LABELS_ONLY)} {name}" if name.startswith("w/") else name
 
 
-def written_tables():
-    """{name of its place in the pages: Markdown}"""
-    written = {"study": study_table(), "differences": difference_table("attractor", PAIRS),
-               "soft differences": difference_table("soft", SOFT_PAIRS)}
-    for table, end in (("1-digits", ""), ("1", " on cifar10"), ("signs", " on signs")):
-        for name, text in (("gains", gain), ("leads", lead), ("labels", labels)):
-            written[name + end] = table_of(TABLES[table], text, title)
-    for table, end in (("5-digits", ""), ("5", " on cifar10")):
-        written["parts" + end] = table_of(TABLES[table], lead, title)
-        written["labels of parts" + end] = table_of(TABLES[table], labels, title)
-    return written
+WRITTEN = {number: partial(table_of, cells) for number, cells in TABLES.items()}
+WRITTEN |= {"study": study_table, "differences": partial(difference_table, "attractor", PAIRS),
+            "soft differences": partial(difference_table, "soft", SOFT_PAIRS)}
+for table, name in (("1-digits", "digits"), ("1", "cifar10"), ("signs", "signs")):
+    for kind, text in (("gains", gain), ("leads", lead), ("labels", labels)):
+        WRITTEN[f"{kind} on {name}"] = partial(table_of, TABLES[table], text, title)
+for table, name in (("5-digits", "digits"), ("5", "cifar10")):
+    for kind, text in (("parts", lead), ("labels of parts", labels)):
+        WRITTEN[f"{kind} on {name}"] = partial(table_of, TABLES[table], text, title)

@@ -46,7 +46,7 @@ def test_the_tail_has_the_fewest_labels():
 def test_a_difference_is_paired_by_seed():
     ours = {0: {"bacc": 90.0}, 1: {"bacc": 80.0}, 2: {"bacc": 85.0}}
     theirs = {1: {"bacc": 79.0}, 0: {"bacc": 88.0}, 3: {"bacc": 0.0}}
-    assert study.difference(ours, theirs) == "+1.5 ± 0.5 (2)"            # 2 and 1
+    assert study.difference(ours, theirs) == "+1.5 ± 6.4"   # 2 and 1; tan(0.475 pi) / 2
     assert study.difference({0: ours[0]}, theirs) == ""
 
 
@@ -57,9 +57,10 @@ def test_a_difference_is_bold_if_the_t_test_says_so():
     for seed in range(60):                               # 18 of these are bold
         g = np.random.default_rng(seed)
         values = g.normal(1, 1, g.integers(2, 7))
-        bold = "**" if stats.ttest_1samp(values, 0).pvalue < 0.05 else ""
-        assert text(values) == (f"{bold}{values.mean():+.1f} ± {stats.sem(values):.1f}{bold} "
-                                f"({len(values)})")
+        test = stats.ttest_1samp(values, 0)
+        mean, half = map(float, text(values).strip("*").split(" ± "))
+        assert text(values).endswith("**") == (test.pvalue < 0.05)
+        assert [mean - half, mean + half] == pytest.approx([*test.confidence_interval()], abs=0.11)
     assert "*" not in text([0.041, 0.04, 0.042])         # would read **+0.0 ± 0.0**
 
 
