@@ -152,7 +152,7 @@ def choose_test(labels, num_classes, kind, gamma):
     full = min(len(m) for m in members)
     if not 1 <= gamma <= full:
         raise UserError(f"--gamma_t {gamma:g}: each class must keep a test image, the smallest has "
-                        f"{full}; choose 1 to {full}, or leave --test out")
+                        f"{full}; choose from 1 to that, or leave --test out")
     counts = data.class_counts(full, num_classes, gamma, reverse=kind == "reversed")
     if kind == "random":
         counts = data.rng(0, "test counts").integers(counts[-1], full + 1, num_classes)
@@ -189,13 +189,12 @@ def main(argv=None):
     add("--doubtful", type=int, default=0, metavar="N", help="of these pictures, list the N least "
         "certain, and, in folders that are named like classes, the N most contradicted")
     add("--skip_broken", action="store_true", help="leave out pictures that cannot be read")
-    add("--device", default="cpu", help="where the networks predict")
     args = p.parse_args(argv)
     if len(args.runs) == 1 and not (Path(args.runs[0]) / "last.pt").exists():
         return report.list_runs(args.runs[0])
-    runs = [FinishedRun(folder, args.device) for folder in [*args.against, *args.runs]]
-    if args.predict:
-        report.predict_pictures(runs[0], args.predict, args.doubtful, args.skip_broken)
+    runs = [FinishedRun(folder) for folder in [*args.against, *args.runs]]
+    if args.predict or args.doubtful:
+        report.predict_pictures(runs, args.predict, args.doubtful, args.skip_broken)
     elif args.test:
         for run in runs:
             counts, result = on_imbalanced(run, args.test, args.gamma_t)

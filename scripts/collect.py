@@ -19,7 +19,7 @@ import train_fixmatch
 import train_mixmatch
 from baselines import train as baselines
 from scripts.tables import SCALES, TABLES
-from support import config
+from support import UserError, config
 from support.finished import FinishedRun
 
 ROOT = Path(__file__).parent.parent
@@ -119,7 +119,10 @@ def read_run(folder):
 
 def collect(runs):
     """File the finished runs below a folder. One replaces an earlier one of the same command."""
-    for result in sorted(Path(runs).rglob("result.json")):
+    results = sorted(Path(runs).rglob("result.json"))
+    if not results:
+        raise UserError(f"collect {runs}: no finished run is there; name the folder of the runs")
+    for result in results:
         line = read_run(result.parent)
         print(f"{result.parent}: {line['command'] if line else 'belongs to no table'}")
         if line:

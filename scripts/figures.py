@@ -1,7 +1,7 @@
 """The paper's figures and some more, from finished runs.
 
     python -m scripts.figures runs/none_s0 runs/l2ac_s0 --out figures              all of them
-    python -m scripts.figures runs/* --only story --out figures/digits.pdf         one, by its name
+    python -m scripts.figures runs/* --only story --out story.pdf                  one, by its name
     python -m scripts.figures --out assets             those of the pages that need only results/
 
 Seeds of one setting become mean and standard deviation. Where the runs lack something for a figure
@@ -327,7 +327,7 @@ def main(argv=None):
     for name in args.only or figures:
         if name not in figures:
             p.error(f"--only {name}: choose from {', '.join(figures)}")
-        path = args.out if args.out.suffix else args.out / f"{name}.png"
+        path = args.out if args.out.suffix in (".png", ".pdf", ".svg") else args.out / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with plt.rc_context(STYLE):

@@ -21,12 +21,6 @@ BY_CLASS = {"recall": "recall", "precision": "precision", "kept_of": "kept",
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def mean_text(values, form=".1f"):
-    """46.5 ± 0.8 with the standard deviation, or 46.5 if there is one seed."""
-    spread = f" ± {np.std(values, ddof=1):{form}}" if len(values) > 1 else ""
-    return f"{np.mean(values):{form}}{spread}"
-
-
 def t_interval(differences):
     """Mean and half the width of its 95 % t interval, of at least two paired differences."""
     n, error = len(differences), np.std(differences, ddof=1) / len(differences) ** 0.5
@@ -35,7 +29,7 @@ def t_interval(differences):
 
 def grouped(runs):
     """{name: runs}: seeds of one setting together, by the names of their folders without _s<seed>.
-    A group is called by the words of this name that not all of them have."""
+    A group is called by the words of this name that not all of them have, or by its method."""
     groups = {}
     for run in runs:
         if run.cfg.dataset_info["names"] != runs[0].cfg.dataset_info["names"]:
@@ -45,7 +39,7 @@ def grouped(runs):
         groups.setdefault(name, []).append(run)
     words = [re.split("[/_]", name) for name in groups]
     short = ["_".join(word for word in own if not all(word in others for others in words))
-             or Path(name).name for name, own in zip(groups, words, strict=True)]
+             or groups[name][0].cfg.method for name, own in zip(groups, words, strict=True)]
     return dict(zip(short if len({*short}) == len(groups) else groups, groups.values(),
                     strict=True))
 
@@ -76,7 +70,8 @@ def cells(columns):
     """Texts of a row. columns: {seed: number} of each group. Of two groups also the second less the
     first, with a 95 % t interval if they have two seeds or more in common, which are paired."""
     values = [[*column.values()] for column in columns]
-    texts = [mean_text(numbers, ".1f" if len(numbers) > 1 else ".2f") for numbers in values]
+    texts = [f"{np.mean(numbers):.1f} ± {np.std(numbers, ddof=1):.1f}" if len(numbers) > 1 else
+             f"{numbers[0]:.2f}" for numbers in values]
     if len(columns) == 2:
         first, second = columns
         paired = [second[seed] - first[seed] for seed in first.keys() & second.keys()]
@@ -97,7 +92,7 @@ def print_reported(runs, pseudo=False, paired=False):
         at = run.history[-1]["iter"] if run.history else 0
         if at < run.cfg.iters:
             print(f"{run.folder}: not finished, evaluated up to {at} of {run.cfg.iters}")
-    print_table(groups, lambda run: run.reported, "mean of the last 20")
+    print_table(groups, lambda run: run.reported, "mean of last evaluations")
     if pseudo:
         print_table(groups, lambda run: run.pseudo, "\npseudo-labels")
 
@@ -107,6 +102,7 @@ def list_runs(folder):
     found = sorted(path.parent for path in Path(folder).rglob("config.json"))
     if not found:
         raise UserError(f"{folder} holds no run; name a folder that a training script wrote")
+    print("   bACC      GM  run")
     for place in found:
         numbers = {"bacc": "nan", "gm": "nan", "iter": 0}
         if (place / "result.json").exists():
@@ -135,10 +131,12 @@ def read_unknown(path, size, skip_broken=False):
     return np.delete(names, broken).tolist(), torch.from_numpy(np.concatenate(chunks))
 
 
-def predict_pictures(run, path, doubtful, skip_broken):
+def predict_pictures(runs, path, doubtful, skip_broken):
     """Print the two likeliest labels of each picture at `path`, by the run's averaged network, or
     of the `doubtful` pictures that one should look at."""
-    names = run.cfg.dataset_info["names"]
+    if len(runs) > 1 or not path or doubtful < 0:
+        raise UserError("--predict takes one run, and --doubtful goes with --predict PATH")
+    run, names = runs[0], runs[0].cfg.dataset_info["names"]
     files, images = read_unknown(path, run.cfg.dataset_info["size"], skip_broken)
     p = evaluate.scores(run.predict, images, run.normalise).softmax(1).cpu()          # (N, K)
     top, guess = (x.tolist() for x in p.topk(2))                             # [N][2] each
@@ -147,8 +145,8 @@ def predict_pictures(run, path, doubtful, skip_broken):
     show = csv.writer(sys.stdout, lineterminator="\n").writerows
     least = sorted(rows, key=lambda row: float(row[2]))[:doubtful] if doubtful else rows
     show([("file", "label", "probability", "second", "second_probability"), *least])
-    if doubtful:
-        folders = [Path(file).parent.name for file in files]                 # <class>/picture
+    folders = [Path(file).parent.name for file in files]                     # <class>/picture
+    if doubtful and {*folders} & {*names}:
         wrong = [(file, names[a], f"{p[i, names.index(folder)]:.4f}", folder)
                  for i, (file, (a, _), folder) in enumerate(zip(files, guess, folders, strict=True))
                  if folder in names and folder != names[a]]

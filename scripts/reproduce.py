@@ -8,15 +8,13 @@
 The commands carry --resume, so a finished run returns at once and an interrupted one continues.
 `collect` without a folder writes the tables from results/ alone.
 """
-import argparse
-
 from scripts import collect, study
 from scripts.tables import SCALES, TABLES
-from support import exit_cleanly
+from support import config, exit_cleanly
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
     add("action", choices=("list", "collect", "show"))
     add("runs", nargs="?", help="of collect: a folder with run folders anywhere below it")

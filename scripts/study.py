@@ -106,7 +106,8 @@ def described(line):
     numbers |= {"right": 100 * right.sum() / known} if known else {}
     if "bias" in line:
         bias = np.array(line["bias"])
-        numbers |= fits(bias, counts, kept) | {"bias": bias, "varies": 100 * line["bias_varies"]}
+        varies = 100 * abs(line["bias_varies"])                  # rounding makes it negative
+        numbers |= fits(bias, counts, kept) | {"bias": bias, "varies": varies}
     return numbers
 
 

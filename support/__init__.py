@@ -1,7 +1,6 @@
 """What every run needs and no reader of L2AC has to know: flags, files, processes, augmentation."""
 import os
 import sys
-from pathlib import Path
 
 
 class UserError(Exception):
@@ -14,11 +13,11 @@ def exit_cleanly(main):
     try:
         main()
         sys.stdout.flush()
-    except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
     except BrokenPipeError:                              # `... | head` closed our output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (UserError, FileExistsError, NotADirectoryError, PermissionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:                            # of a program that has nothing to save
         sys.exit(130)

@@ -12,7 +12,7 @@ import torch
 
 from support import UserError, distributed
 
-PRESETS = {  # any other name is the user's own data, taken as it is
+PRESETS = {
     "digits": dict(n1=10, m1=100, gamma_l=5.0, gamma_u=1.0, no_flip=True),
     "synthetic": dict(n1=500, m1=500, gamma_l=100.0, gamma_u=1.0),
     "cifar10": dict(n1=1500, m1=3000, gamma_l=100.0, gamma_u=1.0),
@@ -23,8 +23,6 @@ PRESETS = {  # any other name is the user's own data, taken as it is
                    iters=69_300, eval_every=231, ema=0.99, bn_momentum=0.1, tau=0.6,
                    ra_m="random", attractor_input="l2"),
     "gtsrb": dict(ratio=80.0, no_flip=True),         # traffic signs, 27 labels down to 2
-    "own .npz": dict(image_size=None),
-    "own folder": dict(),
 }
 # The same protocol on one CPU core in minutes: threads of so small a network wait for each other.
 MINI = dict(model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=100,
@@ -85,8 +83,7 @@ def parser(doc):
 
     add = p.add_argument_group("system").add_argument
     add("--scale", choices=("paper", "mini"), help="mini: the same protocol for one CPU core")
-    add("--eval_every", type=int, default=500, help="iterations between evaluations; in the last "
-        "tenth of the run they are denser, and the mean of the last 20 is reported")
+    add("--eval_every", type=int, default=500, help="an epoch; evaluations are denser at the end")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto: CUDA, CPU")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the network's passes; bfloat16 on CUDA and on CPUs that have it")
@@ -112,15 +109,15 @@ def read(argv, base, doc, *groups):
     cfg, preset = p.parse_args(argv), vars(p.parse_args([]))
     check(cfg)
     cfg.changed = {key: value for key, value in vars(cfg).items()
-                   if value is not None and value != preset[key]}
+                   if value is not None and value != preset[key] and key not in ("base", "method")}
     cfg.base, cfg.batch_size_u = base, cfg.batch_size_u or cfg.batch_size
     cfg.out = cfg.out or default_out(cfg)
     return cfg
 
 
 def presets(chosen, scale):
-    own = "own folder" if Path(chosen.dataset).is_dir() else "own .npz"
-    table = PRESETS.get(chosen.dataset, PRESETS[own])
+    own = {} if Path(chosen.dataset).is_dir() else dict(image_size=None)      # .npz: as it is
+    table = PRESETS.get(chosen.dataset, own)
     if scale == "mini":
         table = table | MINI | MINI_OF.get(chosen.dataset, {})
         table |= MINI_VECTOR if getattr(chosen, "attractor", "mlp") == "vector" else {}
@@ -139,19 +136,22 @@ def check(cfg):
     """The values that are mistyped most easily."""
     for low, high, keys in (
             (1, 1e12, "iters eval_every omega_every n_strong hidden gamma_l gamma_u"),
-            (2, 1e6, "batch_size batch_size_u"), (8, 1e4, "image_size"), (0, 1, "tau beta"),
-            (1e-3, 0.9, "hold_out"), (1e-6, 1e9, "ratio"), (0, 1e99, "lr seed threads ra_n")):
+            (2, 1e6, "batch_size batch_size_u"), (8, 1e4, "image_size"), (0, 30, "ra_m"),
+            (0, 1, "tau beta ema bn_momentum"), (1e-3, 0.9, "hold_out"), (1e-6, 1e9, "ratio"),
+            (0, 1e9, "lr eta weight_decay lambda_u seed threads ra_n")):
         for key in keys.split():
             value = getattr(cfg, key, None)
-            if value is not None and not low <= value <= high:
+            if isinstance(value, (int, float)) and not low <= value <= high:
                 raise UserError(f"--{key} {value:g} is not between {low:g} and {high:g}")
+    if cfg.freeze and not cfg.weights:
+        print("WARNING: --freeze without --weights keeps random features", file=sys.stderr)
 
 
 def default_out(cfg):
     """The length of a run is not in its name: --resume may make it longer."""
     name = f"{Path(cfg.dataset).resolve().stem}_{cfg.base}_{cfg.method}"
     for key, value in cfg.changed.items():
-        if key not in ("dataset", "method", "base", "seed", *FREE):
+        if key not in ("dataset", "seed", *FREE):
             text = f"{value:g}" if isinstance(value, float) else Path(str(value)).stem
             name += f"_{key}" if value is True else f"_{key}{text}"
     return f"runs/{name}_s{cfg.seed}"

@@ -20,7 +20,7 @@ from train_fixmatch import flags, l2ac_flags
 class FinishedRun:
     """A run as its last checkpoint left it; what takes a pass over images is computed once."""
 
-    def __init__(self, folder, device="cpu"):
+    def __init__(self, folder):
         state = load_checkpoint(folder)
         if state is None:
             raise UserError(f"{folder} holds no run (there is no last.pt); name a folder that a "
@@ -32,7 +32,8 @@ class FinishedRun:
         cfg = Namespace(**vars(p.parse_args([])) | state["config"])
         info, num_classes = cfg.dataset_info, len(cfg.dataset_info["names"])
         model = models.build(cfg.model, num_classes, cfg.bn_momentum, cfg.image_size)
-        self.folder, self.cfg, self.device = Path(folder), cfg, torch.device(device)
+        self.folder, self.cfg = Path(folder), cfg
+        self.device = device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.labels_per_class = info["labels"]
         self.normalise = Normalise(info["mean"], info["std"], device)
         self.history = self.counted = state["history"]    # all evaluations, those that count

@@ -64,8 +64,8 @@ def load(name, data_dir, image_size, hold_out, skip_broken, rng):
     elif path.is_dir():
         arrays = read_folder(path)
     else:
-        raise UserError(f"--dataset {name}: not known; choose {', '.join(BUILT_IN)} or a path to "
-                        f"an .npz file or to a folder of pictures")
+        raise UserError(f"--dataset {name}: no such dataset, file or folder; choose a path or one "
+                        f"of {', '.join(BUILT_IN)}")
     num_classes = arrays["y_train"].max() + 1
     names, mean, std = BUILT_IN.get(name, (None, None, None))
     names = list(map(str, names or arrays.get("names", [f"class {k}" for k in range(num_classes)])))
@@ -89,6 +89,8 @@ def load(name, data_dir, image_size, hold_out, skip_broken, rng):
             raise UserError(f"--dataset {name}: there is no readable picture in train/{min(lost)}")
     else:
         images = torch.cat([as_tensor(x, image_size and (image_size, image_size)) for x in parts])
+    if untested := [names[k] for k in range(num_classes) if k not in test_labels]:
+        print(f"WARNING: bACC leaves out {', '.join(untested)}: no test image", file=sys.stderr)
     if mean is None:
         some = images[evenly(len(labels), 500)].float() / 255                  # (n, 3, H, W)
         mean = some.mean((0, 2, 3)).tolist()
@@ -138,7 +140,7 @@ def read_npz(path, flag="--dataset", needed=("x_train", "y_train")):
     """x_train (N, H, W, 3) or (N, H, W) uint8, y_train (N,) class numbers from 0, optional x_test,
     y_test, x_unlabeled, names (K,) str, track (N,)."""
     try:
-        with np.load(path) as file:
+        with np.lib.npyio.NpzFile(path) as file:
             if {"x_test", "y_test"} & {*file.files}:
                 needed = (*needed, "x_test", "y_test")
             arrays = {key: file[key] for key in sorted({*needed, *file.files})}
@@ -156,8 +158,8 @@ def read_npz(path, flag="--dataset", needed=("x_train", "y_train")):
         y, n = arrays[key], len(arrays[key.replace("y", "x")])
         if (y.shape != (n,) or y.dtype.kind not in "iu" or y.min() < 0
                 or y.max() >= len(np.unique(arrays["y_train"]))):
-            raise UserError(f"--dataset {path}: {key} must be {n} class numbers, one per image, "
-                            f"from 0 without a gap, of classes that y_train has")
+            raise UserError(f"--dataset {path}: {key} must hold {n} whole numbers, one per "
+                            f"image, from 0 to K - 1, and y_train each of these")
     return arrays
 
 
@@ -259,7 +261,7 @@ def read_folder(folder):
     if (folder / "unlabeled").is_dir():
         arrays["x_unlabeled"] = np.array(list_pictures(folder / "unlabeled", skipped), object)
     if skipped:
-        print(f"{folder}: {len(skipped):,} file(s) skipped (hidden or others)", file=sys.stderr)
+        print(f"{len(skipped):,} file(s) are no pictures: {min(skipped)}, ...", file=sys.stderr)
     return arrays
 
 

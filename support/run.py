@@ -168,12 +168,12 @@ class Run:
         size = sum(p.numel() for p in self.parts["model"].parameters()) / 1e6
         lines.append(f"network: {cfg.model}, {size:.2f} M parameters, on {self.device}"
                      + f", {distributed.size()} processes" * (distributed.size() > 1))
-        flags = ", ".join(f"{k} {v}" for k, v in cfg.changed.items() if k not in ("out", "resume"))
-        lines.append(f"settings: {flags or 'the preset'} (all: {self.folder}/config.json)")
+        flags = "".join(f", {k} {v}" for k, v in cfg.changed.items() if k not in ("out", "resume"))
+        lines.append(f"{cfg.method} on {cfg.base}{flags} (all settings: {self.folder}/config.json)")
         if cfg.resume:
             lines.append(f"--resume: continues after iteration {self.start} of {cfg.iters}")
-        print("\n".join(textwrap.fill(line, 79, subsequent_indent="  ", break_on_hyphens=False)
-                        for line in lines) + "\n")
+        print("\n".join(textwrap.fill(line, 79, subsequent_indent="  ", break_on_hyphens=False,
+                                      break_long_words=False) for line in lines) + "\n")
 
     def show_progress(self, done):
         """After 20 iterations an estimate of the whole run, later a status line each second."""

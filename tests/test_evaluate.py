@@ -148,7 +148,8 @@ def table(capsys, *argv):
 
 def test_a_folder_of_runs_is_listed(runs, capsys):
     evaluate.main([str(runs)])
-    lines = sorted(capsys.readouterr().out.splitlines(), key=lambda line: line.split()[2])
+    _, *lines = capsys.readouterr().out.splitlines()                           # a head line
+    lines.sort(key=lambda line: line.split()[2])
     for line, name in zip(lines, ("l2ac_s0", "l2ac_s1", "none_s0", "none_s1"), strict=False):
         told = result(runs / name)
         assert line.split() == [f"{told['bacc']:.2f}", f"{told['gm']:.2f}", name]
@@ -159,7 +160,7 @@ def test_two_runs_side_by_side(runs, capsys):
     """Columns are named by what differs; labels per class; the second less the first."""
     rows = table(capsys, runs / "none_s0", runs / "l2ac_s0")
     none, l2ac = (result(runs / name) for name in ("none_s0", "l2ac_s0"))
-    assert rows["mean of the last 20"] == ["labels", "none", "l2ac", "difference"]
+    assert rows["mean of last evaluations"] == ["labels", "none", "l2ac", "difference"]
     assert np.abs(np.subtract(none["recall"], l2ac["recall"])).max() > 1
     for key, label in (("bacc", "bACC"), ("gm", "GM")):
         a, b = none[key], l2ac[key]
@@ -174,7 +175,7 @@ def test_seeds_become_mean_and_deviation_and_their_difference_has_a_t_interval(r
     """Paired by seed, as in a t test; with two seeds it is 12.706 standard errors to both sides."""
     rows = table(capsys, runs / "l2ac_s0", runs / "l2ac_s1", "--against", runs / "none_s1",
                  runs / "none_s0")
-    assert rows["mean of the last 20"] == ["labels", "none", "l2ac", "difference"]
+    assert rows["mean of last evaluations"] == ["labels", "none", "l2ac", "difference"]
     theirs, ours = ([result(runs / f"{name}_s{s}") for s in (0, 1)] for name in ("none", "l2ac"))
     numbers = {"bACC": lambda run: run["bacc"], "GM": lambda run: run["gm"],
                "recall of the tail": lambda run: statistics.mean(run["recall"][7:])} | {
@@ -195,7 +196,7 @@ def test_seeds_become_mean_and_deviation_and_their_difference_has_a_t_interval(r
 
 def test_an_unfinished_run_is_told(runs, capsys):
     rows = table(capsys, runs / "none_s0", runs / "stopped")
-    assert rows["mean of the last 20"] == ["labels", "none", "stopped", "difference"]
+    assert rows["mean of last evaluations"] == ["labels", "none", "stopped", "difference"]
     assert any(key in f"{runs}/stopped: not finished" for key in rows)
 
 

@@ -328,7 +328,9 @@ def test_a_share_is_held_out_where_there_is_no_test_set(tmp_path, capsys, share,
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y, track=np.arange(27))
     d = data.load(str(tmp_path / "own.npz"), hold_out=share)
     assert np.bincount(d.test_labels, minlength=4).tolist() == held
-    assert f"{share:.0%} of each class, {sum(held)} images" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{share:.0%} of each class, {sum(held)} images" in told
+    assert told.endswith("leaves out class 3: no test image\n")
     both = torch.cat([d.images, d.test_images])
     assert sorted(map(bytes, both.permute(0, 2, 3, 1).numpy())) == sorted(map(bytes, x))
     assert np.array_equal(channels_last(d.images), x[d.tracks])
