@@ -132,12 +132,12 @@ def collect(runs):
 
 
 def ours(cell, scale="mini"):
-    """bACC / GM (number of seeds), or "" without a run."""
+    """bACC/GM (number of seeds), or "" without a run."""
     numbers = [line["tests"][cell.test] if cell.test else line
                for line in runs_of(cell, scale).values()]
     keys = ("bacc", "gm", "acc") if cell.test else ("bacc", "gm")
     means = [f"{np.mean([n[key] for n in numbers]):.1f}" for key in keys if numbers]
-    return f"{' / '.join(means)} ({len(numbers)})" if numbers else ""
+    return f"{'/'.join(means)} ({len(numbers)})" if numbers else ""
 
 
 def cell_text(cell):

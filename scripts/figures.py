@@ -276,7 +276,7 @@ def stored(table, dataset, column):
 def study_figure():
     """The study of docs/attractor.md on the digits: bACC, and at the end of the run what the
     attractors add, beside the two distributions that they could follow."""
-    settings = {column: rows for (dataset, column), rows in study.study().items()
+    settings = {column: rows for (dataset, column), rows in study.study("attractor").items()
                 if dataset == "digits"}
     colours = (GREY, BLUE, ORANGE, SKY, GREEN, VERMILLION, PURPLE, BLACK)
     figure, axes = plt.subplots(2, len(settings), figsize=(WIDTH, 5.2), sharey="row")

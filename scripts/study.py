@@ -4,7 +4,7 @@ The loss weighs class k by pi_k of the labels plus lambda_u times the share kept
 images that count with pseudo-label k. If the adaptive classifier fits the posterior under this
 effective distribution and the linear one that under the uniform one, then by Bayes' rule the
 attractor adds log pi_eff,k to logit k of every image, up to a constant. So what it adds is compared
-with log N_k and with log pi_eff,k: least squares over the K classes, both sides centred.
+with log N_k and with log pi_eff,k: slopes by least squares over the K classes.
 """
 import re
 from functools import partial
@@ -19,15 +19,11 @@ LABELS_ONLY = "Labels only"
 BASES = {"mixmatch": "MixMatch", "fixmatch": "FixMatch"}
 L2AC, PRIOR, VECTOR = "**w/ L2AC**", "w/ L2AC, prior start (ours)", "w/ L2AC, vector"
 LABELED, ALL, SINGLE = "w/ LA, labeled rows", "w/ LA, all rows", "w/ single-level ablation"
-PAIRS = (("FixMatch", LABELS_ONLY), (L2AC, "FixMatch"), (L2AC, LABELED), (L2AC, ALL),
-         (L2AC, VECTOR), (VECTOR, ALL), (PRIOR, L2AC), (PRIOR, ALL))
+PAIRS = ((L2AC, "FixMatch"), (L2AC, LABELED), (L2AC, ALL), (L2AC, VECTOR), (VECTOR, ALL),
+         (PRIOR, L2AC), (PRIOR, ALL))
 SOFT, SOFT_PRIOR, CDMAD, HARD = f"{L2AC}, soft", f"{PRIOR}, soft", "w/ CDMAD", "w/ CDMAD, hard"
 SOFT_PAIRS = [(f"{row}, soft", row) for row in ("FixMatch", LABELED, ALL, SINGLE, L2AC, PRIOR)] + [
     (CDMAD, HARD), (SOFT, "FixMatch, soft"), (SOFT, CDMAD), (SOFT_PRIOR, CDMAD), (L2AC, HARD)]
-COLUMNS = {"kept %": ("kept", ".0f"), "right %": ("right", ".1f"),
-           "slope on log N": ("slope_n", ".2f"), "R²": ("r2_n", ".2f"),
-           "slope on log pi_eff": ("slope_eff", ".2f"), "R² ": ("r2_eff", ".2f"),
-           "varies %": ("varies", ".0f")}                # the number, and how it is printed
 
 
 def difference(ours, theirs):
@@ -75,18 +71,13 @@ def labels(cell):
     return f"{kept:.0f} / {f'{np.mean(right):.1f}' if right else '–'} / {tail:.0f}"
 
 
-def fit(added, x):
-    """Slope and R^2 of `added` (K,) on x (K,), both less their mean."""
-    added, x = added - added.mean(), x - x.mean()
-    product, square = added @ x, added @ added
-    return product / (x @ x), product ** 2 / (x @ x) / square if square else np.nan
-
-
 def fits(added, counts, kept):
-    """Slope and R^2 of what the attractor adds (K,) on log N_k and on log pi_eff,k."""
-    log_n, log_eff = np.log(counts), np.log(counts / counts.sum() + kept)      # lambda_u is 1
-    (slope_n, r2_n), (slope_eff, r2_eff) = fit(added, log_n), fit(added, log_eff)
-    return {"slope_n": slope_n, "r2_n": r2_n, "slope_eff": slope_eff, "r2_eff": r2_eff,
+    """Slopes of what the attractor adds (K,) on log N_k and on log pi_eff,k."""
+    def slope(x):
+        x = x - x.mean()
+        return added @ x / (x @ x)
+    log_eff = np.log(counts / counts.sum() + kept)                       # lambda_u is 1
+    return {"slope_n": slope(np.log(counts)), "slope_eff": slope(log_eff),
             "log_eff": log_eff - log_eff.mean()}
 
 
@@ -111,25 +102,24 @@ def described(line):
     return numbers
 
 
-def study():
+def study(*tables):
     """{(dataset, column): {row: [numbers of each seed]}}"""
     result = {}
-    for cell in TABLES["attractor"]:
+    for cell in (cell for table in tables for cell in TABLES[table]):
         result.setdefault((cell.dataset, cell.column), {})[cell.row] = [
             described(line) for _, line in sorted(runs_of(cell).items())]
     return result
 
 
-def measured(runs):
-    """The cells of COLUMNS: means over runs, "" where none has the number."""
-    values = [([run[key] for run in runs if key in run], form) for key, form in COLUMNS.values()]
-    return [f"{np.mean(numbers):{form}}" if numbers else "" for numbers, form in values]
-
-
-def study_table():
-    return grid(COLUMNS, [[f"{dataset}, {column}", f"{row} ({len(runs)})", *measured(runs)]
-                          for (dataset, column), rows in study().items()
-                          for row, runs in rows.items() if runs and "bias" in runs[0]], heads=2)
+def slope_table():
+    """Of what the attractor adds, on log N_k / on log pi_eff,k: means over seeds."""
+    def text(runs):
+        slopes = [(run["slope_n"], run["slope_eff"]) for run in runs]
+        return "/".join(f"{slope:.2f}" for slope in np.mean(slopes, 0)) if slopes else ""
+    columns = (L2AC, VECTOR, PRIOR, SOFT, SOFT_PRIOR)
+    return grid([column.replace("w/ ", "") for column in columns],
+                [[f"{dataset}, {column}", *(text(rows.get(row, ())) for row in columns)]
+                 for (dataset, column), rows in study("attractor", "soft").items()])
 
 
 def difference_table(number, pairs):
@@ -147,7 +137,7 @@ def title(cell):
 
 
 WRITTEN = {number: partial(table_of, cells) for number, cells in TABLES.items()}
-WRITTEN |= {"study": study_table, "differences": partial(difference_table, "attractor", PAIRS),
+WRITTEN |= {"slopes": slope_table, "differences": partial(difference_table, "attractor", PAIRS),
             "soft differences": partial(difference_table, "soft", SOFT_PAIRS)}
 for table, name in (("1-digits", "digits"), ("1", "cifar10"), ("signs", "signs")):
     for kind, text in (("gains", gain), ("leads", lead), ("labels", labels)):

@@ -18,7 +18,8 @@ DIGITS = {"gamma 5": "--gamma_l 5 --gamma_u 5", "gamma 10": "--gamma_l 10 --gamm
           "gamma_u 5 reversed": "--gamma_l 5 --gamma_u 5 --reverse_u"}
 SIGNS = {"natural tail": "", "gamma_u 1": "--n1 25 --gamma_l 12.5 --m1 150 --gamma_u 1"}
 VARIANTS = {"prior start": " --attractor_start prior", "vector": " --attractor vector",
-            "soft": " --labels soft", "hard": " --labels hard"}      # what the name of a row says
+            "soft": " --labels soft", "hard": " --labels hard",
+            "bfloat16": " --dtype bfloat16"}                         # what the name of a row says
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def read_cells(number, dataset, columns, text, setting=None):
         for (column, value), paper in zip(columns.items(), numbers, strict=True):
             cells.append(Cell(number, label, column, base, method, dataset,
                               own_flags(base, method, label, setting or value),
-                              re.sub(r"(?<=\d)/", " / ", paper), value if setting else ""))
+                              paper, value if setting else ""))
     return cells
 
 
@@ -215,3 +216,9 @@ SOFT = "".join(f"fixmatch {row}{labels}\n" for row in (
     for labels in ("", ", soft")) + "fixmatch cdmad w/ CDMAD, hard\nfixmatch cdmad w/ CDMAD"
 TABLES["soft"] = [cell for dataset, columns in (("digits", DIGITS), ("gtsrb", SIGNS))
                   for cell in read_cells("soft", dataset, columns, SOFT)]
+TABLES["bfloat16"] = read_cells("bfloat16", "digits", {"gamma_u 1": DIGITS["gamma_u 1"]}, """
+    fixmatch none FixMatch
+    fixmatch none FixMatch, bfloat16
+    fixmatch l2ac L2AC
+    fixmatch l2ac L2AC, bfloat16
+    """)

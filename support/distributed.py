@@ -6,7 +6,6 @@
 Gradients are averaged after each backward pass, so all ranks hold the same weights. BatchNorm
 normalises the local batch, as under DDP. Rank 0 evaluates, prints and writes. nccl is untested.
 """
-import atexit
 import os
 import sys
 from datetime import timedelta
@@ -21,7 +20,6 @@ def start(kind):
         return torch.device(kind)
     if not dist.is_initialized():     # an hour: the others wait while rank 0 evaluates
         dist.init_process_group(timeout=timedelta(hours=1))       # gloo for the CPU, nccl for CUDA
-        atexit.register(dist.destroy_process_group)      # else a thread of gloo may abort the exit
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")
     if kind == "cuda":

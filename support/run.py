@@ -309,3 +309,6 @@ def launch(main):
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, request_stop)
     exit_cleanly(main)
+    if distributed.size() > 1:                       # else a thread of gloo that wants the
+                                                     # interpreter may abort its regular end
+        os._exit(0)
