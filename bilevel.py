@@ -70,8 +70,7 @@ def omega_gradient(attractor, lower_loss, logits, z, classifier, optimizer, z_b,
     l_hat = logits + attractor(logits)                                         # Eq. 2, (N, K)
     loss = first(lower_loss(l_hat))                                            # Eq. 3
     r, = torch.autograd.grad(loss, l_hat, create_graph=True)                   # (N, K) dL/dl^
-    for p in attractor.parameters():
-        p.grad = None
+    attractor.zero_grad()
     (r * u).sum().backward(inputs=list(attractor.parameters()))                # for Eq. 6
     return loss_bal.detach()
 

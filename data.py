@@ -82,7 +82,7 @@ def load(name, data_dir="data", image_size=None, hold_out=0.2, skip_broken=False
 
 def from_flags(cfg):
     dataset = load(cfg.dataset, cfg.data_dir, cfg.image_size, cfg.hold_out, cfg.skip_broken)
-    if cfg.weights:                                  # what these have seen was normalised so
+    if cfg.weights and not cfg.model.startswith("wrn-"):     # torchvision's have seen it so
         dataset.mean, dataset.std = readers.IMAGENET
     return dataset
 
@@ -91,16 +91,16 @@ def from_flags(cfg):
 # splits
 
 
-def class_counts(n_max, num_classes, gamma, imbalance="long", reverse=False, whole=int):
+def class_counts(n_max, num_classes, gamma, imbalance="long", reverse=False, as_int=int):
     """Images per class. long: n_max * gamma^(-k/(K-1)), truncated; step: second half n_max/gamma.
 
     (The paper prints the exponent without its minus sign.)
     """
-    last = whole(n_max / gamma)  # by division: the power may fall a hair below a whole number
+    last = as_int(n_max / gamma)  # by division: the power may fall a hair below a whole number
     if imbalance == "step":
-        counts = [whole(n_max) if k < num_classes // 2 else last for k in range(num_classes)]
+        counts = [as_int(n_max) if k < num_classes // 2 else last for k in range(num_classes)]
     else:
-        counts = [whole(n_max * gamma ** (-k / (num_classes - 1))) for k in range(num_classes - 1)]
+        counts = [as_int(n_max * gamma ** (-k / (num_classes - 1))) for k in range(num_classes - 1)]
         counts.append(last)
     return counts[::-1] if reverse else counts
 
@@ -113,24 +113,25 @@ def wanted_counts(dataset, cfg):
     """(N_k, M_k) by the data flags. M_k None: the unlabeled images are those without a label;
     both None: the data is taken as it is."""
     sizes = np.bincount(dataset.labels[dataset.labels >= 0]).tolist()
-    K, n1, m1, whole = len(sizes), cfg.n1, cfg.m1, int
+    K, n1, m1, as_int = len(sizes), cfg.n1, cfg.m1, int
     if cfg.ratio is not None:                        # every class is divided alike
         labeled = [int(size / (1 + cfg.ratio)) for size in sizes]
         return labeled, [size - n for size, n in zip(sizes, labeled, strict=True)]
     if cfg.beta is not None:     # N_1 = beta of the first class, M_1 the rest of it; not truncated,
-        whole, n1 = at_least_one, at_least_one(cfg.beta * sizes[0])
+        as_int, n1 = at_least_one, at_least_one(cfg.beta * sizes[0])
         m1 = sizes[0] - n1       # which would leave classes without a label
     if n1 is None and cfg.gamma_l is None and m1 is None and cfg.gamma_u is None:
         return None, None
-    own_pool = cfg.m1 is None and cfg.gamma_u is None and (dataset.labels < 0).any()
+    own_pool = cfg.m1 is None and cfg.gamma_u is None and (
+        cfg.base == "supervised" or (dataset.labels < 0).any())
     needed = {"n1": n1, "gamma_l": cfg.gamma_l} | (
         {} if own_pool else {"m1": m1, "gamma_u": cfg.gamma_u})
     if missing := [f"--{flag}" for flag, value in needed.items() if value is None]:
         raise UserError(f"{missing[0]} is missing: --n1, --gamma_l, --m1, --gamma_u make a split "
                         f"together (of data with unlabeled images, --n1 and --gamma_l)")
-    n_counts = class_counts(n1, K, cfg.gamma_l, cfg.imbalance, whole=whole)
+    n_counts = class_counts(n1, K, cfg.gamma_l, cfg.imbalance, as_int=as_int)
     return n_counts, None if own_pool else class_counts(
-        m1, K, cfg.gamma_u, cfg.imbalance, cfg.reverse_u, whole)
+        m1, K, cfg.gamma_u, cfg.imbalance, cfg.reverse_u, as_int)
 
 
 def split(dataset, cfg):
@@ -141,10 +142,6 @@ def split(dataset, cfg):
     """
     labeled, unlabeled = np.flatnonzero(dataset.labels >= 0), np.flatnonzero(dataset.labels < 0)
     n_counts, m_counts = wanted_counts(dataset, cfg)
-    if m_counts is None and len(unlabeled) == 0:
-        raise UserError("--dataset: there are no unlabeled images in it (x_unlabeled, a folder "
-                        "unlabeled), so give --n1, --gamma_l, --m1 and --gamma_u, or --ratio, to "
-                        "set labeled ones aside")
     if m_counts is not None and len(unlabeled) > 0:
         raise UserError(f"--m1, --gamma_u or --ratio would leave out the {len(unlabeled)} "
                         f"unlabeled images of --dataset {cfg.dataset}; leave these flags out")
@@ -155,11 +152,12 @@ def split(dataset, cfg):
     if m_counts is not None:
         unlabeled = np.concatenate([i[0 if cfg.pool == "union" else n:]
                                     for i, n in zip(members, n_counts, strict=True)])
-    elif cfg.pool == "union":
-        unlabeled = np.concatenate([labeled, unlabeled])
     if len(unlabeled) == 0 and cfg.base != "supervised":
-        raise UserError("--m1: there would be no unlabeled images; ask for some, or train on the "
-                        "labels only with `python -m baselines.train --base supervised`")
+        raise UserError("--dataset: there are no unlabeled images; set labeled ones aside by "
+                        "--ratio or by --n1, --gamma_l, --m1 and --gamma_u, or train on the labels "
+                        "only with `python -m baselines.train --base supervised`")
+    if m_counts is None and cfg.pool == "union":
+        unlabeled = np.concatenate([labeled, unlabeled])
     return labeled, unlabeled
 
 
@@ -204,6 +202,7 @@ class IndexStream:
                                for e in np.unique(epochs)])
 
     def indices(self, step):
+        """(B,) indices: the whole batch of a step, of all ranks."""
         return self.at(np.arange(step * self.batch_size, (step + 1) * self.batch_size))
 
     def batch(self, step):

@@ -12,6 +12,7 @@
 bACC and GM are the arithmetic and the geometric mean of the recalls. Head, middle and tail are
 thirds of the classes, ordered by the number of labeled images. No training, no plots.
 """
+import re
 from pathlib import Path
 from statistics import fmean
 
@@ -19,6 +20,8 @@ import torch
 
 import data
 from support import UserError, config, exit_cleanly
+
+LAST = 20                                             # evaluations whose mean is reported
 
 
 @torch.no_grad()
@@ -94,16 +97,15 @@ def on_test_set(predict, dataset, normalise, attractor=None):
     return columns
 
 
-def mean_of_last(history, n=20):
-    """`metrics` averaged over the last n evaluations (rows of log.csv): the reported number.
-
-    The mean of the GMs, not the GM of the mean recalls.
-    """
-    last = history[-n:]
+def mean_of_last(history):
+    """`metrics`, and what the attractor adds, averaged over the last evaluations (rows of log.csv):
+    the reported numbers. The mean of the GMs, not the GM of the mean recalls."""
+    last = history[-LAST:]
     means = {key: fmean(row[key] for row in last) for key in last[0]}
-    by_class = {name: [mean for key, mean in means.items() if key.startswith(f"{name}_")]
-                for name in ("recall", "precision")}
-    return {key: means[key] for key in ("bacc", "gm", "acc")} | by_class
+    by_class = {name: [mean for key, mean in means.items() if re.fullmatch(rf"{name}_\d+", key)]
+                for name in ("recall", "precision", "bias")}
+    return {key: means[key] for key in ("bacc", "gm", "acc")} | {
+        name: values for name, values in by_class.items() if values}
 
 
 def thirds(recall, counts):
@@ -173,7 +175,7 @@ def on_imbalanced(run, kind, gamma):
 
 
 def main(argv=None):
-    from scripts import report  # here: these two import the training files, which import this one
+    from scripts import report  # here: both import this file
     from support.finished import FinishedRun
     p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = p.add_argument
@@ -196,6 +198,7 @@ def main(argv=None):
     if args.predict or args.doubtful:
         report.predict_pictures(runs, args.predict, args.doubtful, args.skip_broken)
     elif args.test:
+        report.grouped(runs)                          # they must have the same classes
         for run in runs:
             counts, result = on_imbalanced(run, args.test, args.gamma_t)
             print(f"bACC {result['bacc']:6.2f}  GM {result['gm']:6.2f}  ACC {result['acc']:6.2f}  "

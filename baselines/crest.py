@@ -13,6 +13,8 @@ CReST+ also aligns the pseudo-labels' distribution (progressive distribution ali
 
 Both steps assume that the unlabeled set is distributed like the labeled one.
 """
+import sys
+
 import numpy as np
 import torch
 
@@ -54,8 +56,8 @@ class CReST(Method):
     @staticmethod
     def check(cfg):
         if cfg.gamma_u is not None and not matched(cfg):
-            print(f"warning: --method {cfg.method} assumes that labeled and unlabeled images are "
-                  f"distributed alike, and the flags say that they are not")
+            print(f"WARNING: --method {cfg.method} assumes that labeled and unlabeled images are "
+                  f"distributed alike, and the flags say that they are not", file=sys.stderr)
 
     def __init__(self, ctx):
         super().__init__(ctx)

@@ -15,7 +15,7 @@ from baselines import (
 )
 
 ADJUSTED = {"la": logit_adjustment.LA, "la_post_hoc": logit_adjustment.LAPostHoc}
-SUPERVISED = {"vanilla": Method, "lower_bound": Method, "upper_bound": supervised.UpperBound,
+SUPERVISED = {"vanilla": Method, "upper_bound": supervised.UpperBound,
               "resampling": supervised.Resampling, "ldam": supervised.LDAM,
               "crt": supervised.CRT} | ADJUSTED
 SEMI_SUPERVISED = {"none": Method, "darp": darp.DARP, "crest": crest.CReST,

@@ -1,10 +1,10 @@
-"""Supervised methods, with labeled images only, and the lower and upper bounds.
+"""Supervised methods, with labeled images only, and a reference with all labels.
 
-    vanilla       cross-entropy on the labeled images; also called lower_bound
+    vanilla       cross-entropy on the labeled images: labels only
     resampling    every class equally often
     ldam          LDAM-DRW: larger margins for rarer classes, class weights near the end
     crt           cRT: vanilla first, then a new classifier on the frozen network
-    upper_bound   cross-entropy on labeled and unlabeled images with their true labels
+    upper_bound   cross-entropy on labeled and unlabeled images with their true labels: all labels
 """
 import numpy as np
 import torch

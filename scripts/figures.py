@@ -28,7 +28,7 @@ plt.switch_backend("agg")                                # files only, no window
 BLUE, VERMILLION, SKY, ORANGE = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"   # Okabe and Ito's
 GREEN, PURPLE, GREY, BLACK = "#009E73", "#CC79A7", "#8C8C8C", "#000000"
 LABELS_ONLY, ALL_LABELS = "labels only", "all labels"
-NAMES = {"vanilla": LABELS_ONLY, "lower_bound": LABELS_ONLY, "upper_bound": ALL_LABELS}
+NAMES = {"vanilla": LABELS_ONLY, "upper_bound": ALL_LABELS}
 COLOURS = {"FixMatch": BLUE, "L2AC": VERMILLION, LABELS_ONLY: GREY, ALL_LABELS: BLACK}
 CYCLE = (PURPLE, GREEN, SKY, ORANGE, BLUE, VERMILLION, GREY)
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
@@ -50,10 +50,10 @@ class Group:
         self.classes = [name[:18] for name in cfg.dataset_info["names"]]
         self.counts = runs[0].labels_per_class
         self.by_size = np.argsort(-np.array(self.counts), kind="stable")       # (K,) largest first
-        told = [Path(cfg.dataset).stem] + ["step"] * (cfg.imbalance == "step")
-        told += [f"{key} {getattr(cfg, key):g}" for key in ("beta", "gamma_l", "gamma_u", "ratio")
+        parts = [Path(cfg.dataset).stem] + ["step"] * (cfg.imbalance == "step")
+        parts += [f"{key} {getattr(cfg, key):g}" for key in ("beta", "gamma_l", "gamma_u", "ratio")
                  if getattr(cfg, key)]
-        self.setting = ", ".join(told) + " reversed" * cfg.reverse_u
+        self.setting = ", ".join(parts) + " reversed" * cfg.reverse_u
 
     def seeds(self, part):
         """(S, ...) of S seeds. part: a function of a run that gives an array"""
@@ -163,7 +163,7 @@ def story(groups):
     size = WIDTH, 5.2 if len(group.classes) <= 20 else 6.2
     figure, (top, below) = plt.subplots(2, figsize=size, height_ratios=(5, 3), sharex=True)
     recall_by_class(top, by_setting(groups)[group.setting])
-    added = group.seeds(lambda run: run.bias).mean(0)                          # (K,)
+    added = group.seeds(lambda run: run.reported["bias"]).mean(0)              # (K,)
     below.bar(range(len(added)), added[group.by_size], 0.5,
               color=VERMILLION, label="what the attractor adds to a logit, mean over test images")
     below.plot(centred_log(group.counts)[group.by_size], "D", color=BLACK, markersize=4,
@@ -267,8 +267,8 @@ def stored(table, dataset, column):
                     and (cell.row, cell.dataset, cell.column) == (row, dataset, column))
         runs = [SimpleNamespace(
             cfg=SimpleNamespace(**configuration(line["command"]), dataset_info={"names": names}),
-            labels_per_class=line["labels"], reported=line, attractor="bias" in line,
-            bias=line.get("bias")) for _, line in sorted(runs_of(cell).items())]
+            labels_per_class=line["labels"], reported=line, attractor="bias" in line)
+            for _, line in sorted(runs_of(cell).items())]
         groups += [Group(runs)] if runs else []
     return groups
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from scripts.collect import grid, runs_of, table_of
+from scripts.collect import cell_text, grid, runs_of, table_of
 from scripts.report import t_interval
 from scripts.tables import TABLES
 
@@ -53,11 +53,20 @@ def gain(cell):
 
 
 def lead(cell):
-    """Of L2AC over another method on the same base, in table 5 over its base, too."""
-    parts = cell.table.startswith("5")
-    l2ac = "**L2AC**" if parts else L2AC
-    alone = cell.base == "supervised" or cell.row in ([l2ac] if parts else [l2ac, *BASES.values()])
+    """Of L2AC over another row with the same base."""
+    l2ac = "**L2AC**" if cell.table.startswith("5") else L2AC
+    alone = cell.base == "supervised" or cell.row == l2ac
     return "" if alone else difference(beside(cell, l2ac), runs_of(cell))
+
+
+def marked(cell):
+    """Our number and the paper's; an arrow if the row is above or below L2AC on the same base."""
+    return cell_text(cell).replace(")", f"){arrow(lead(cell))}", 1)      # behind the seeds
+
+
+def arrow(difference):
+    """Whether that which is subtracted is above or below, by the interval."""
+    return {"**-": " ↑", "**+": " ↓"}.get(difference[:3], "")
 
 
 def labels(cell):
@@ -71,7 +80,7 @@ def labels(cell):
     return f"{kept:.0f} / {f'{np.mean(right):.1f}' if right else '–'} / {tail:.0f}"
 
 
-def fits(added, counts, kept):
+def slopes(added, counts, kept):
     """Slopes of what the attractor adds (K,) on log N_k and on log pi_eff,k."""
     def slope(x):
         x = x - x.mean()
@@ -97,8 +106,7 @@ def described(line):
     numbers |= {"right": 100 * right.sum() / known} if known else {}
     if "bias" in line:
         bias = np.array(line["bias"])
-        varies = 100 * abs(line["bias_varies"])                  # rounding makes it negative
-        numbers |= fits(bias, counts, kept) | {"bias": bias, "varies": varies}
+        numbers |= slopes(bias, counts, kept) | {"bias": bias}
     return numbers
 
 
@@ -131,6 +139,24 @@ def difference_table(number, pairs):
     return grid([f"{cell.dataset}, {cell.column}" for cell in cells], rows)
 
 
+def soft_table():
+    """bACC with hard labels → with soft ones, bold where the difference excludes 0; an arrow where
+    the row with soft labels is above or below CDMAD, which has them."""
+    def text(cell, soft, hard):
+        ours, theirs = beside(cell, soft), beside(cell, hard)
+        seeds = ours.keys() & theirs.keys()
+        if not seeds:
+            return "not run"
+        before, after = (f"{np.mean([runs[seed]['bacc'] for seed in seeds]):.1f}"
+                         for runs in (theirs, ours))
+        bold = "**" if "**" in difference(ours, theirs) else ""
+        return f"{before} → {bold}{after}{bold}" + arrow(difference(beside(cell, CDMAD), ours))
+    cells = [cell for cell in TABLES["soft"] if cell.row == L2AC]
+    return grid([f"{cell.dataset}, {cell.column}" for cell in cells],
+                [[hard.removesuffix(", hard"), *(text(cell, soft, hard) for cell in cells)]
+                 for soft, hard in SOFT_PAIRS[:7]])
+
+
 def title(cell):
     name = cell.row.strip("*")
     return f"{BASES.get(cell.base, LABELS_ONLY)} {name}" if name.startswith("w/") else name
@@ -138,10 +164,9 @@ def title(cell):
 
 WRITTEN = {number: partial(table_of, cells) for number, cells in TABLES.items()}
 WRITTEN |= {"slopes": slope_table, "differences": partial(difference_table, "attractor", PAIRS),
-            "soft differences": partial(difference_table, "soft", SOFT_PAIRS)}
-for table, name in (("1-digits", "digits"), ("1", "cifar10"), ("signs", "signs")):
-    for kind, text in (("gains", gain), ("leads", lead), ("labels", labels)):
-        WRITTEN[f"{kind} on {name}"] = partial(table_of, TABLES[table], text, title)
-for table, name in (("5-digits", "digits"), ("5", "cifar10")):
-    for kind, text in (("parts", lead), ("labels of parts", labels)):
-        WRITTEN[f"{kind} on {name}"] = partial(table_of, TABLES[table], text, title)
+            "soft": soft_table, "soft differences": partial(difference_table, "soft", SOFT_PAIRS)}
+for table in ("1", "1-digits", "signs", "5", "5-digits"):
+    WRITTEN[table] = partial(table_of, TABLES[table], marked)
+    kinds = {"leads": lead, "labels": labels} | ({} if table.startswith("5") else {"gains": gain})
+    for kind, text in kinds.items():
+        WRITTEN[f"{kind} {table}"] = partial(table_of, TABLES[table], text, title)

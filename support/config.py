@@ -1,4 +1,4 @@
-"""Flags of data, network and system, and one table of presets for datasets and scale.
+"""Flags of data, network and system, and one table of presets.
 
 The numbers of an algorithm are flags of its own training file. Presets take the place of their
 defaults, and a flag on the command line wins over both.
@@ -23,18 +23,17 @@ PRESETS = {
                    iters=69_300, eval_every=231, ema=0.99, bn_momentum=0.1, tau=0.6,
                    ra_m="random", attractor_input="l2"),
     "gtsrb": dict(ratio=80.0, no_flip=True),         # traffic signs, 27 labels down to 2
+    # one CPU core, minutes: threads of so small a network wait for each other
+    "--scale mini": dict(model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02,
+                         eval_every=100, n_strong=1, threads=1),
+    "--scale mini, digits": dict(iters=1200, batch_size=32, eval_every=60),
+    "--scale mini, gtsrb": dict(iters=6000, batch_size=32, eval_every=600),
+    # of a miniature: an entry moves by eta a step at most, with 1e-4 by 0.2 in the whole run
+    "--attractor vector": dict(eta=1e-2),
+    # minutes on one CPU core if theta is frozen
+    "--weights": dict(image_size=64, batch_size=32, iters=300, eval_every=60, ema=0.99,
+                      n_strong=1, bn_momentum=0.1, threads=1),
 }
-# The same protocol on one CPU core in minutes: threads of so small a network wait for each other.
-MINI = dict(model="wrn-10-1", image_size=16, iters=2000, ema=0.99, bn_momentum=0.02, eval_every=100,
-            n_strong=1, threads=1)
-SMALL = ("digits", "synthetic")                      # mini by default, and smaller still
-MINI_OF = dict.fromkeys(SMALL, dict(iters=1200, batch_size=32, eval_every=60)) | {
-    "gtsrb": dict(iters=6000, batch_size=32, eval_every=600)}
-# With --weights: minutes on one CPU core if theta is frozen. lr is then that of a new classifier.
-PRETRAINED = dict(image_size=64, batch_size=32, iters=300, eval_every=60, ema=0.99, n_strong=1,
-                  bn_momentum=0.1, threads=1)
-# An entry of the vector moves by eta a step at most: with 1e-4 by 0.2 in a miniature.
-MINI_VECTOR = dict(eta=1e-2)
 COUNTS = ("n1", "m1", "gamma_l", "gamma_u")
 FREE = ("out", "resume", "overwrite", "iters", "device", "threads", "compile", "deterministic",
         "data_dir", "dataset_info", "changed")                  # may change on --resume
@@ -104,7 +103,7 @@ def read(argv, base, doc, *groups):
         add_flags(p)
     words = sys.argv[1:] if argv is None else argv
     chosen, _ = p.parse_known_args([word for word in words if word not in ("-h", "--help")])
-    scale = "mini" if chosen.dataset in SMALL else "paper"
+    scale = "mini" if chosen.dataset in ("digits", "synthetic") else "paper"
     p.set_defaults(scale=scale, **presets(chosen, chosen.scale or scale))
     cfg, preset = p.parse_args(argv), vars(p.parse_args([]))
     check(cfg)
@@ -116,13 +115,16 @@ def read(argv, base, doc, *groups):
 
 
 def presets(chosen, scale):
-    own = {} if Path(chosen.dataset).is_dir() else dict(image_size=None)      # .npz: as it is
-    table = PRESETS.get(chosen.dataset, own)
+    own = chosen.dataset not in PRESETS and not Path(chosen.dataset).is_dir()
+    table = dict(image_size=None) if own else {}                 # an .npz file: as it is
+    names = [chosen.dataset]
     if scale == "mini":
-        table = table | MINI | MINI_OF.get(chosen.dataset, {})
-        table |= MINI_VECTOR if getattr(chosen, "attractor", "mlp") == "vector" else {}
-    if chosen.weights:
-        table = table | PRETRAINED | ({} if chosen.freeze else dict(lr=1e-4))
+        names += ["--scale mini", f"--scale mini, {chosen.dataset}",
+                  f"--attractor {getattr(chosen, 'attractor', '')}"]
+    for name in names + ["--weights"] * bool(chosen.weights):
+        table |= PRESETS.get(name, {})
+    if chosen.weights and not chosen.freeze:
+        table |= dict(lr=1e-4)
     if chosen.ratio is not None:                     # in place of counts
         table = table | dict.fromkeys(COUNTS)
     elif any(getattr(chosen, key) is not None for key in (*COUNTS, "beta")):

@@ -18,8 +18,8 @@ def start(kind):
     """Join the process group that torchrun has prepared, if it has; returns the device."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return torch.device(kind)
-    if not dist.is_initialized():     # an hour: the others wait while rank 0 evaluates
-        dist.init_process_group(timeout=timedelta(hours=1))       # gloo for the CPU, nccl for CUDA
+    # gloo for the CPU, nccl for CUDA; an hour: the others wait while rank 0 evaluates
+    dist.init_process_group(timeout=timedelta(hours=1))
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")
     if kind == "cuda":
@@ -36,7 +36,7 @@ def size():
 
 
 def local(batch):
-    """This rank's slice of a global batch."""
+    """This rank's slice of a global batch; what does not divide evenly is left out."""
     n = len(batch) // size()
     return batch[rank() * n:(rank() + 1) * n]
 

@@ -92,12 +92,6 @@ class FinishedRun:
         result = evaluate.mean_of_last(self.counted)
         return result | evaluate.thirds(result["recall"], self.labels_per_class)
 
-    @property
-    def bias(self):
-        """(K,) what the attractor adds to the logits, mean of the last 20 evaluations."""
-        return np.mean([[row[f"bias_{k}"] for k in range(len(self.labels_per_class))]
-                        for row in self.counted[-20:]], axis=0)
-
     @cached_property
     def pseudo(self):
         """`pseudo_labels` of the EMA model for the unlabeled images without augmentation."""
@@ -106,5 +100,5 @@ class FinishedRun:
             raise UserError(f"--pseudo: the true labels of the unlabeled images of {self.folder} "
                             f"are not known; leave --pseudo out")
         labels = torch.from_numpy(self.dataset.labels[index]).to(self.device)         # (U,)
-        tau = 0 if self.cfg.base == "mixmatch" else self.cfg.tau    # MixMatch: every guess counts
+        tau = self.cfg.tau * (self.cfg.base == "fixmatch" and self.cfg.labels == "hard")    # or all
         return evaluate.pseudo_labels(self.on_training_images(self.predict, index), labels, tau)

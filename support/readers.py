@@ -66,7 +66,7 @@ def load(name, data_dir, image_size, hold_out, skip_broken, rng):
     else:
         raise UserError(f"--dataset {name}: no such dataset, file or folder; choose a path or one "
                         f"of {', '.join(BUILT_IN)}")
-    num_classes = arrays["y_train"].max() + 1
+    num_classes = int(arrays["y_train"].max()) + 1
     names, mean, std = BUILT_IN.get(name, (None, None, None))
     names = list(map(str, names or arrays.get("names", [f"class {k}" for k in range(num_classes)])))
     if num_classes < 2 or len(names) != num_classes or len(set(names)) != num_classes:
@@ -102,12 +102,14 @@ def load(name, data_dir, image_size, hold_out, skip_broken, rng):
 
 def hold_out_test(arrays, number, rng):
     """Set images aside for testing, the same whatever the seed. number: of each class, or a share
-    of it, at least one image but not the last one."""
+    of it, at least one image but not the last one; of tracks, whose frames stay together."""
     y, test = arrays["y_train"], []
-    for k in range(y.max() + 1):
+    track = arrays.get("track", np.arange(len(y)))
+    for k in np.unique(y).tolist():
         members = np.flatnonzero(y == k)
-        n = number if number >= 1 else min(max(1, round(number * len(members))), len(members) - 1)
-        test.append(np.sort(rng(0, "test", k).permutation(members)[:n]))
+        tracks = np.unique(track[members])
+        n = number if number >= 1 else min(max(1, round(number * len(tracks))), len(tracks) - 1)
+        test.append(members[np.isin(track[members], rng(0, "test", k).permutation(tracks)[:n])])
     test = np.concatenate(test)
     train = np.delete(np.arange(len(y)), test)
     kept = {key: arrays[key][train] for key in ("x_train", "y_train", "track") if key in arrays}
@@ -141,7 +143,7 @@ def read_npz(path, flag="--dataset", needed=("x_train", "y_train")):
     y_test, x_unlabeled, names (K,) str, track (N,)."""
     try:
         with np.lib.npyio.NpzFile(path) as file:
-            if {"x_test", "y_test"} & {*file.files}:
+            if "y_train" in needed and {"x_test", "y_test"} & {*file.files}:
                 needed = (*needed, "x_test", "y_test")
             arrays = {key: file[key] for key in sorted({*needed, *file.files})}
     except Exception as error:                # numpy and zipfile raise a dozen kinds
@@ -290,12 +292,12 @@ def decode_all(paths, size, write, skip_broken):
             good = [future.result() for future in chunk if not future.exception()]
             if good and (skip_broken or not broken):
                 write(np.stack(good))
-    told = ", ".join(str(paths[i]) for i in broken[:10]) + ", ..." * (len(broken) > 10)
-    told = f"{len(broken):,} picture(s) cannot be read ({told})"
+    message = ", ".join(str(paths[i]) for i in broken[:10]) + ", ..." * (len(broken) > 10)
+    message = f"{len(broken):,} picture(s) cannot be read ({message})"
     if broken and (len(broken) == len(paths) or not skip_broken):
-        raise UserError(f"{told}; remove or mend them, or add --skip_broken to leave them out")
+        raise UserError(f"{message}; remove or mend them, or add --skip_broken to leave them out")
     if broken:
-        print(f"{told} and are left out", file=sys.stderr)
+        print(f"{message} and are left out", file=sys.stderr)
     return broken
 
 

@@ -1,7 +1,7 @@
 """A training run as its loop sees it: set-up, bookkeeping after each iteration, end.
 
 Its folder holds config.json, log.csv, last.pt and result.json. Every file is written under another
-name, synced and renamed, so a crash leaves the old one or the new one. No loss, no `if method ==`.
+name, synced and renamed, so a crash leaves the old one or the new one.
 """
 import json
 import math
@@ -23,7 +23,6 @@ import torch
 import evaluate as metrics
 from support import UserError, config, distributed, exit_cleanly
 
-LAST = 20                                            # evaluations whose mean is reported
 SHOWN = {"iter": 0, "loss_x": 3, "loss_u": 3, "loss_bal": 3, "kept": 3, "right": 3, "bacc": 2,
          "gm": 2, "it_per_s": 1}                     # columns on the screen, and their digits
 
@@ -112,13 +111,13 @@ class Run:
     @cached_property
     def interval(self):
         """Between the last evaluations: they lie in the last tenth, on the grid of the epochs."""
-        tenth, epoch = self.cfg.iters // (10 * LAST), self.cfg.eval_every
+        tenth, epoch = self.cfg.iters // (10 * metrics.LAST), self.cfg.eval_every
         return max((n for n in range(1, min(tenth, epoch) + 1) if epoch % n == 0), default=epoch)
 
     def is_evaluated(self, done):
         """At the end of an epoch, and densely at the end of the run."""
         left = self.cfg.iters - done
-        dense = left <= (LAST - 1) * self.interval and done % self.interval == 0
+        dense = left <= (metrics.LAST - 1) * self.interval and done % self.interval == 0
         return self.ends_epoch(done) or left == 0 or dense
 
     def evaluate_now(self, done):
@@ -145,7 +144,7 @@ class Run:
         """result.json and the last line on the screen; returns the means that are reported."""
         if distributed.rank():
             return None
-        rows = self.reported(self.history, self.cfg)[-LAST:]
+        rows = self.reported(self.history, self.cfg)[-metrics.LAST:]
         mean = metrics.mean_of_last(rows)
         if not (self.folder / "result.json").exists():
             content = mean | {"evaluations": len(rows), "seconds": self.seconds}
@@ -170,7 +169,7 @@ class Run:
                      + f", {distributed.size()} processes" * (distributed.size() > 1))
         flags = "".join(f", {k} {v}" for k, v in cfg.changed.items() if k not in ("out", "resume"))
         lines.append(f"{cfg.method} on {cfg.base}{flags} (all settings: {self.folder}/config.json)")
-        if cfg.resume:
+        if self.start:
             lines.append(f"--resume: continues after iteration {self.start} of {cfg.iters}")
         print("\n".join(textwrap.fill(line, 79, subsequent_indent="  ", break_on_hyphens=False,
                                       break_long_words=False) for line in lines) + "\n")
@@ -212,7 +211,7 @@ class Means:
     def __init__(self, num_classes, device):
         self.names = ["loss_x", "loss_u", "loss_bal", "kept", "right"]
         self.names += [f"{name}_{k}" for name in ("kept", "right") for k in range(num_classes)]
-        self.by_class = torch.zeros(3, num_classes, device=device)
+        self.zeros = torch.zeros(3, num_classes, device=device)
         self.sums = torch.zeros(2, len(self.names), device=device)       # totals, their counts
 
     def add(self, y_u, mask, true_u, loss_x, loss_u, loss_bal=None):
@@ -222,7 +221,7 @@ class Means:
         share = mask / max(1, len(mask))                      # (U,)
         known = mask * (true_u >= 0)                          # (U,)
         right = known * (y_u == true_u)                       # (U,)
-        kept_k, known_k, right_k = self.by_class.scatter_add(                  # (K,) each
+        kept_k, known_k, right_k = self.zeros.scatter_add(                     # (K,) each
             1, y_u.long().expand(3, -1), torch.stack([share, known, right]))
         totals = torch.stack([loss_x, loss_u, bal, share.sum(), right.sum()])
         counts = torch.stack([one, one, moved, guessed, known.sum()])
@@ -261,7 +260,7 @@ def load_checkpoint(folder):
     if not path.exists():
         return None
     try:
-        with zipfile.ZipFile(path) as file:          # every part of it has a checksum
+        with zipfile.ZipFile(path) as file:          # every part has a checksum, but for folders
             if file.testzip() or any(part.external_attr for part in file.infolist()):
                 raise zipfile.BadZipFile
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -309,6 +308,5 @@ def launch(main):
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, request_stop)
     exit_cleanly(main)
-    if distributed.size() > 1:                       # else a thread of gloo that wants the
-                                                     # interpreter may abort its regular end
+    if distributed.size() > 1:                       # a thread of gloo may abort the regular end
         os._exit(0)

@@ -23,7 +23,8 @@ def made_up(method="none", seed=0, recall=(90, 50, 10), labels=(40, 8, 2), **fla
     history = [{"iter": i, "loss_x": 1, "loss_bal": 3, "bacc": i + 10 * seed}
                for i in (20, 40, 60, 80, 95, 100)]
     return SimpleNamespace(cfg=SimpleNamespace(**cfg), history=history, attractor=True,
-                           labels_per_class=labels, reported={"recall": recall}, bias=(-3, 2, 1))
+                           labels_per_class=labels,
+                           reported={"recall": recall, "bias": (-3, 2, 1)})
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_the_study_shows_means_over_seeds(monkeypatch):
         return {"bacc": 80 + seed, "bias": np.full(10, seed), "labels": [1] * 10,
                 "log_eff": np.zeros(10)}
     rows = {cell.row: [numbers(0), numbers(2)] for cell in TABLES["attractor"]}
-    monkeypatch.setattr(study, "study", lambda: {("digits", "a"): rows, ("digits", "b"): rows})
+    monkeypatch.setattr(study, "study", lambda *_: {("digits", "a"): rows, ("digits", "b"): rows})
     accuracy, _, added, _ = figures.study_figure().axes
     assert [list(line.get_ydata()) for line in accuracy.lines[:2]] == [[80, 82], [81]]
     assert list(added.lines[0].get_ydata()) == [1] * 10

@@ -45,16 +45,20 @@ def test_frozen_features(tmp_path):
     for key, value in start.state_dict().items():
         for part in ("model", "ema"):
             assert torch.equal(whole[part][key], value) != key.startswith("classifier"), key
-    assert whole["config"]["dataset_info"]["mean"] == [0.485, 0.456, 0.406]       # ImageNet's
+    assert whole["config"]["dataset_info"]["mean"] == [0.5, 0.5, 0.5]             # synthetic's
     stopped(tmp_path / "parts", TAU + flags, after=4)
     assert same(whole, train(tmp_path / "parts", flags + "--resume"))
 
 
 @pytest.mark.parametrize("model", ["resnet18", pytest.param("vit_b_16", marks=pytest.mark.slow)])
 def test_a_network_of_torchvision_trains(tmp_path, model):
-    state = train(tmp_path, f"--iters 2 --eval_every 2 --image_size 32 --model {model}")
+    torch.save(models.build(model, 10, image_size=32).state_dict(), tmp_path / "weights.pt")
+    state = train(tmp_path / "run", f"--iters 2 --eval_every 2 --image_size 32 --model {model} "
+                  f"--weights {tmp_path / 'weights.pt'}")
+    assert state["config"]["dataset_info"]["mean"] == [0.485, 0.456, 0.406]       # ImageNet's
     assert state["step"] == 2 and state["history"][-1]["loss_bal"] > 0
-    torch.testing.assert_close(FinishedRun(tmp_path).last["bacc"], state["history"][-1]["bacc"])
+    torch.testing.assert_close(FinishedRun(tmp_path / "run").last["bacc"],
+                               state["history"][-1]["bacc"])
 
 
 def test_own_data(tmp_path):
