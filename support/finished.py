@@ -100,5 +100,5 @@ class FinishedRun:
             raise UserError(f"--pseudo: the true labels of the unlabeled images of {self.folder} "
                             f"are not known; leave --pseudo out")
         labels = torch.from_numpy(self.dataset.labels[index]).to(self.device)         # (U,)
-        tau = self.cfg.tau * (self.cfg.base == "fixmatch" and self.cfg.labels == "hard")    # or all
+        tau = self.cfg.tau * (self.cfg.base != "mixmatch" and self.cfg.labels == "hard")    # or all
         return evaluate.pseudo_labels(self.on_training_images(self.predict, index), labels, tau)

@@ -137,6 +137,11 @@ def test_impossible_splits_name_the_reason(dataset, changes, named):
         data.split(dataset, flags(**changes))
 
 
+def test_labels_only_need_no_unlabeled_images():
+    for changes, labeled in ((NONE, [9, 9]), (NONE | dict(n1=8, gamma_l=2), [8, 4])):
+        assert counted(like([9, 9]), **changes, base="supervised")[:2] == (labeled, [0, 0])
+
+
 def test_take_and_count():
     dataset = data.load("synthetic", image_size=8)            # 1,000 of each class, in order
     index = np.array([5, 9999, 1000])

@@ -210,6 +210,8 @@ def test_pseudo_labels_of_a_run(runs, capsys):
         p = run.model(run.normalise(run.dataset.images[index])).softmax(1).numpy()
     assert rows["accuracy"] == [f"{100 * (p.argmax(1) == labels).mean():.2f}"]
     assert rows["kept by tau"] == [f"{100 * (p.max(1) >= 0.2).mean():.2f}"]
+    run.cfg.labels = "soft"
+    assert run.pseudo["kept"] == 100                         # every label counts
     with open(runs / "l2ac_s0/log.csv") as file:
         *_, last = csv.DictReader(file)
     assert run.last["bacc"] == pytest.approx(float(last["bacc"]))

@@ -337,6 +337,21 @@ def test_a_share_is_held_out_where_there_is_no_test_set(tmp_path, capsys, share,
     assert d.labels.tolist() == y[d.tracks].tolist()
 
 
+def test_held_out_tracks_are_whole(tmp_path):
+    """Four tracks of five frames in each class: one of them is held out."""
+    y, track = np.repeat([0, 1], 20).astype(np.uint8), np.repeat(range(8), 5)
+    np.savez(tmp_path / "own.npz", x_train=noise(40, 8, 8, 3), y_train=y, track=track)
+    d = data.load(str(tmp_path / "own.npz"))
+    assert np.bincount(d.test_labels).tolist() == [5, 5]
+    assert np.bincount(d.tracks, minlength=8).tolist().count(5) == 6
+
+
+def test_a_class_number_may_fill_its_type(tmp_path):
+    np.savez(tmp_path / "own.npz", x_train=noise(512, 8, 8, 3), x_test=noise(1, 8, 8, 3),
+             y_train=np.arange(512).astype(np.uint8), y_test=np.zeros(1, np.uint8))
+    assert data.load(str(tmp_path / "own.npz")).num_classes == 256
+
+
 def test_read_unknown(folder, tmp_path):
     files, x = read_unknown(folder / "test", [10, 10])
     assert torch.equal(x, load(folder).test_images)
@@ -344,7 +359,7 @@ def test_read_unknown(folder, tmp_path):
     one, image = read_unknown(files[3], (10, 10))
     assert one == files[3:4] and torch.equal(image, x[3:4])
     grey = noise(4, 20, 30)
-    np.savez(tmp_path / "x.npz", x=grey)
+    np.savez(tmp_path / "x.npz", x=grey, x_test=grey, y_test=range(4))         # more is no harm
     names, x = read_unknown(tmp_path / "x.npz", (10, 15))
     means = grey.reshape(4, 10, 2, 15, 2).mean((2, 4))
     assert names == ["0", "1", "2", "3"] and abs(x.numpy() - means[:, None]).max() <= 0.5
