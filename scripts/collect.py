@@ -161,15 +161,15 @@ def grid(columns, rows, heads=1):
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
-def table_of(cells, text=cell_text, title=lambda cell: cell.row):
-    """The rows and columns of one of TABLES, in parts if it has several datasets; text and title of
-    a row are functions of a cell. Rows without text are left out."""
+def table_of(cells, text=cell_text):
+    """The rows and columns of one of TABLES, in parts if it has several datasets; text: a function
+    of a cell. Rows without text are left out."""
     parts = []
     for dataset in dict.fromkeys(cell.dataset for cell in cells):
         part = [cell for cell in cells if cell.dataset == dataset]
         columns = list(dict.fromkeys(cell.column for cell in part))
         rows = [part[i:i + len(columns)] for i in range(0, len(part), len(columns))]
-        lines = [[title(row[0]), *map(text, row)] for row in rows]
+        lines = [[row[0].row, *map(text, row)] for row in rows]
         parts.append(grid(columns, [line for line in lines if any(line[1:])]))
     return "\n\n".join(parts)
 

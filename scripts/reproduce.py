@@ -3,7 +3,7 @@
     python -m scripts.reproduce list --table 5 --seeds 0 1 2 | xargs -P 2 -I{} sh -c '{}'
     python -m scripts.reproduce list --seeds 0 1 2 3 4 --missing     what results/ lacks
     python -m scripts.reproduce collect runs      results/*.jsonl, the tables of README.md and docs/
-    python -m scripts.reproduce show --table 4 "gains on cifar10"    also those on no page
+    python -m scripts.reproduce show --table 4 "leads 1"             also those on no page
 
 The commands carry --resume, so a finished run returns at once and an interrupted one continues.
 `collect` without a folder writes the tables from results/ alone.
@@ -19,7 +19,7 @@ def main(argv=None):
     add("action", choices=("list", "collect", "show"))
     add("runs", nargs="?", help="of collect: a folder with run folders anywhere below it")
     add("--table", nargs="+", choices=study.WRITTEN, default=TABLES, metavar="N",
-        help=f"list: {', '.join(TABLES)} (default: all); show: {', '.join(study.WRITTEN)}")
+        help=f"{', '.join(TABLES)} (default: all); show: also `leads N`, `gains N`, `labels N`")
     add("--scale", choices=SCALES, default="mini", help="(default: mini)")
     add("--seeds", nargs="+", type=int, default=[0], help="(default: 0)")
     add("--method", nargs="+", help="only these methods (default: all)")

@@ -217,8 +217,6 @@ SOFT = "".join(f"fixmatch {row}{labels}\n" for row in (
 TABLES["soft"] = [cell for dataset, columns in (("digits", DIGITS), ("gtsrb", SIGNS))
                   for cell in read_cells("soft", dataset, columns, SOFT)]
 TABLES["bfloat16"] = read_cells("bfloat16", "digits", {"gamma_u 1": DIGITS["gamma_u 1"]}, """
-    fixmatch none FixMatch
     fixmatch none FixMatch, bfloat16
-    fixmatch l2ac L2AC
     fixmatch l2ac L2AC, bfloat16
     """)
