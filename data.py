@@ -153,9 +153,9 @@ def split(dataset, cfg):
         unlabeled = np.concatenate([i[0 if cfg.pool == "union" else n:]
                                     for i, n in zip(members, n_counts, strict=True)])
     if len(unlabeled) == 0 and cfg.base != "supervised":
-        raise UserError("--dataset: there are no unlabeled images; set labeled ones aside by "
-                        "--ratio or by --n1, --gamma_l, --m1 and --gamma_u, or train on the labels "
-                        "only with `python -m baselines.train --base supervised`")
+        raise UserError(f"--dataset {cfg.dataset}: there are no unlabeled images; add --ratio 2 to "
+                        f"take two thirds of each class for that, or train on the labels only with "
+                        f"`python -m baselines.train --base supervised`")
     if m_counts is None and cfg.pool == "union":
         unlabeled = np.concatenate([labeled, unlabeled])
     return labeled, unlabeled

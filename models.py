@@ -117,7 +117,7 @@ def build(name, num_classes, bn_momentum=0.001, image_size=None):
         return WideResNet(depth, width, num_classes, bn_momentum)
     known = torchvision.models.list_models(module=torchvision.models)          # classifiers
     if name not in known:
-        near = ", ".join(get_close_matches(name, known, 5, 0.4)) or "resnet18, convnext_tiny, ..."
+        near = ", ".join(get_close_matches(name, ["wrn-28-2", *known], 5, 0.4)) or "resnet18"
         raise UserError(f"--model {name} is neither wrn-d-w with d = 10, 16, 22, ... and w = 1, 2, "
                         f"... nor a classifier of torchvision; near it are {near}")
     return Torchvision(name, num_classes, bn_momentum, image_size)

@@ -35,10 +35,6 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-
-
 @lru_cache
 def read_results():
     """The lines of all runs that tables are written from."""
@@ -128,7 +124,8 @@ def collect(runs):
         if line:
             path = file_of(line["dataset"], line["scale"])
             held = {old["command"]: old for old in read_lines(path)}
-            write_lines(path, (held | {line["command"]: line}).values())
+            path.write_text("".join(json.dumps(kept, separators=(",", ":")) + "\n" for kept in (
+                held | {line["command"]: line}).values()))
 
 
 def ours(cell, scale="mini"):

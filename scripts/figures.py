@@ -28,7 +28,7 @@ plt.switch_backend("agg")                                # files only, no window
 BLUE, VERMILLION, SKY, ORANGE = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"   # Okabe and Ito's
 GREEN, PURPLE, GREY, BLACK = "#009E73", "#CC79A7", "#8C8C8C", "#000000"
 LABELS_ONLY, ALL_LABELS = "labels only", "all labels"
-NAMES = {"vanilla": LABELS_ONLY, "upper_bound": ALL_LABELS}
+NAMES = {"vanilla": LABELS_ONLY, "upper_bound": ALL_LABELS, "single_level": "single level"}
 COLOURS = {"FixMatch": BLUE, "L2AC": VERMILLION, LABELS_ONLY: GREY, ALL_LABELS: BLACK}
 CYCLE = (PURPLE, GREEN, SKY, ORANGE, BLUE, VERMILLION, GREY)
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
@@ -45,7 +45,7 @@ class Group:
         cfg = runs[0].cfg
         self.runs, self.first, self.cfg, self.folder = runs, runs[0], cfg, folder
         base = {"fixmatch": "FixMatch", "mixmatch": "MixMatch"}.get(cfg.base, cfg.base)
-        name = NAMES.get(cfg.method, cfg.method.upper())
+        name = NAMES.get(cfg.method, cfg.method.upper() if len(cfg.method) < 7 else cfg.method)
         self.method = base if name == "NONE" else name + " on MixMatch" * (base == "MixMatch")
         self.classes = [name[:18] for name in cfg.dataset_info["names"]]
         self.counts = runs[0].labels_per_class
@@ -89,7 +89,7 @@ def logged(group, column):
     """Iterations (T,) at which epochs end, and a column of log.csv there (S, T), of S seeds. The
     rows in between, in the last tenth of a run, average over a part of an epoch."""
     ends = [[row for row in run.history if row["iter"] % run.cfg.eval_every == 0]
-            for run in group.runs]
+            or run.history[-1:] for run in group.runs]
     ends = [rows[:min(map(len, ends))] for rows in ends]             # up to the shortest run
     values = [[row.get(column, np.nan) for row in rows] for rows in ends]
     return [row["iter"] for row in ends[0]], np.array(values)
@@ -113,7 +113,7 @@ def panels(n, height, **kwargs):
 def name_classes(ax, group, by_size=False):
     """Class names on the x axis, or by size with the numbers of labels; some of very many."""
     names, step = group.classes, -(-len(group.classes) // 50)
-    turned = len(names) > 12 or max(map(len, names)) > (12 if by_size else 2)
+    turned = len(names) > 12 or max(map(len, names)) > (12 if by_size else 5)
     if by_size:
         between = ", " if turned else "\n"
         names = [f"{names[k]}{between}{group.counts[k]}" for k in group.by_size]
@@ -138,7 +138,8 @@ def recall_by_class(ax, groups):
         else:
             ax.hlines(mean, x - 0.46, x + 0.46, color=BLACK, label=name,
                       linestyle="-" if group.method == ALL_LABELS else "--")
-    ax.set(ylabel="recall on the test set, %", title=f"{first.setting}, seeds: {len(first.runs)}",
+    seeds = ", ".join(map(str, sorted({len(group.runs) for group in groups})))
+    ax.set(ylabel="recall on the test set, %", title=f"{first.setting}, seeds: {seeds}",
            xlim=(-0.6, x[-1] + 0.6), ylim=(0, 102))
     ax.legend(**ABOVE)
     name_classes(ax, first, by_size=True)
@@ -183,7 +184,7 @@ def distribution(groups):
         x, unlabeled = np.arange(len(group.counts)), group.cfg.dataset_info["unlabeled"]
         ax.bar(x - 0.2, group.counts, 0.4, color="#222222", label="labeled")
         ax.bar(x + 0.2, unlabeled, 0.4, color="#B5B5B5", label="unlabeled")
-        ax.set(title=setting, ylabel="images", yscale="log", ylim=(1, None))
+        ax.set(title=setting, ylabel="images", yscale="log", ylim=(0.5, None))
         name_classes(ax, group)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return figure
@@ -207,7 +208,7 @@ def curves(groups):
                                   (accuracy, "bacc", "-")):
             x, seeds = logged(group, column)
             mean, std = seeds.mean(0), seeds.std(0, ddof=min(1, len(seeds) - 1))
-            ax.plot(x, mean, color=colour, linestyle=style, label=name)
+            ax.plot(x, mean, color=colour, linestyle=style, marker=".", label=name)
             ax.fill_between(x, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
     for ax, ylabel in ((losses, "labeled loss; dashed: upper loss"),
                        (accuracy, "bACC on the test set, %")):
@@ -243,7 +244,7 @@ def attractor(groups):
     for group, (name, _), ax, end in zip(found, looks(found), axes[::2], axes[1::2], strict=True):
         for k, colour in enumerate(plt.cm.viridis(np.linspace(0, 0.92, len(group.counts)))):
             x, seeds = logged(group, f"bias_{k}")
-            ax.plot(x, seeds.mean(0), color=colour, label=group.classes[k])
+            ax.plot(x, seeds.mean(0), color=colour, marker=".", label=group.classes[k])
         order = sorted(ax.lines, key=lambda line: -line.get_ydata()[-1])
         ax.legend(handles=order[:20], loc="center left", bbox_to_anchor=(1, 0.5))
         ax.axhline(0, color=BLACK, linewidth=0.6)
@@ -306,7 +307,7 @@ FIGURES = {                                              # of run folders
     "story": story, "distribution": distribution,
     "confusion": partial(matrices, "last", "predicted class"),                        # Fig. 3
     "pseudo_confusion": partial(matrices, "pseudo", "pseudo-label"),                  # Fig. 8, 9
-    "curves": curves, "tsne": tsne, "attractor": attractor}
+    "curves": curves, "attractor": attractor, "tsne": tsne}                   # the slowest last
 STORED = {                                               # of results/
     "story": lambda: story(stored("attractor", "digits", "gamma_u 1")),
     "story_cifar10": lambda: story(stored("attractor", "cifar10", "gamma_u 1")),
@@ -317,7 +318,7 @@ STORED = {                                               # of results/
 def main(argv=None):
     p = config.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     p.add_argument("runs", nargs="*", help="run folders")
-    p.add_argument("--out", type=Path, default="figures", help="folder, or a file for one figure")
+    p.add_argument("--out", type=Path, default="figures", help="folder (figures), or a file")
     p.add_argument("--only", nargs="+", metavar="NAME", help=f"some of {', '.join(FIGURES)}; "
                    f"without run folders some of {', '.join(STORED)}")
     args = p.parse_args(argv)

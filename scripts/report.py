@@ -75,8 +75,9 @@ def cells(columns):
     if len(columns) == 2:
         first, second = columns
         paired = [second[seed] - first[seed] for seed in first.keys() & second.keys()]
-        mean, half = t_interval(paired) if len(paired) > 1 else (0, 0)
-        texts.append(f"{mean:+.1f} ± {half:.1f}" + " tied" * bool(abs(mean) <= half) if half else
+        mean, half = t_interval(paired) if len(paired) > 1 else (0, np.nan)
+        tied = " tied" * bool(abs(mean) <= half)
+        texts.append(f"{mean:+.1f} ± {half:.1f}{tied}" if half >= 0 else
                      f"{np.mean(values[1]) - np.mean(values[0]):+.2f}")
     return ["-" if "nan" in text else text for text in texts]      # a class that is never guessed
 
@@ -102,15 +103,16 @@ def list_runs(folder):
     found = sorted(path.parent for path in Path(folder).rglob("config.json"))
     if not found:
         raise UserError(f"{folder} holds no run; name a folder that a training script wrote")
-    print("   bACC      GM  run")
+    print("   bACC      GM    iters  run")
     for place in found:
+        iters = json.loads((place / "config.json").read_text())["iters"]
         numbers = {"bacc": "nan", "gm": "nan", "iter": 0}
         if (place / "result.json").exists():
-            numbers = json.loads((place / "result.json").read_text())
+            numbers = json.loads((place / "result.json").read_text()) | {"iter": iters}
         elif (place / "log.csv").exists():
             *_, numbers = csv.DictReader((place / "log.csv").read_text().splitlines())
-        print(f"{float(numbers['bacc']):7.2f} {float(numbers['gm']):7.2f}  "
-              f"{place.relative_to(folder)}" + f" (at {numbers.get('iter')})" * ("iter" in numbers))
+        print(f"{float(numbers['bacc']):7.2f} {float(numbers['gm']):7.2f} {numbers['iter']:>8}  "
+              f"{place.relative_to(folder)}" + f" (of {iters})" * (int(numbers["iter"]) < iters))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def exit_cleanly(main):
     except BrokenPipeError:                              # `... | head` closed our output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (UserError, FileExistsError, NotADirectoryError, PermissionError) as error:
+    except (UserError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:                            # of a program that has nothing to save

@@ -153,7 +153,7 @@ def default_out(cfg):
     """The length of a run is not in its name: --resume may make it longer."""
     name = f"{Path(cfg.dataset).resolve().stem}_{cfg.base}_{cfg.method}"
     for key, value in cfg.changed.items():
-        if key not in ("dataset", "seed", *FREE):
+        if key not in ("dataset", "seed", "skip_broken", *FREE):
             text = f"{value:g}" if isinstance(value, float) else Path(str(value)).stem
             name += f"_{key}" if value is True else f"_{key}{text}"
     return f"runs/{name}_s{cfg.seed}"

@@ -18,8 +18,7 @@ def start(kind):
     """Join the process group that torchrun has prepared, if it has; returns the device."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return torch.device(kind)
-    # gloo for the CPU, nccl for CUDA; an hour: the others wait while rank 0 evaluates
-    dist.init_process_group(timeout=timedelta(hours=1))
+    dist.init_process_group(timeout=timedelta(hours=1))       # they wait while rank 0 evaluates
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")
     if kind == "cuda":

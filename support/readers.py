@@ -64,7 +64,7 @@ def load(name, data_dir, image_size, hold_out, skip_broken, rng):
     elif path.is_dir():
         arrays = read_folder(path)
     else:
-        raise UserError(f"--dataset {name}: no such dataset, file or folder; choose a path or one "
+        raise UserError(f"--dataset {name}: that is no .npz file and no folder; name one, or one "
                         f"of {', '.join(BUILT_IN)}")
     num_classes = int(arrays["y_train"].max()) + 1
     names, mean, std = BUILT_IN.get(name, (None, None, None))
@@ -240,7 +240,7 @@ def list_pictures(top, skipped):
     pictures = [path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file()
                 and not any(part.startswith(".") for part in path.relative_to(top).parts)]
     if not pictures:
-        raise UserError(f"{top} holds no picture ({' '.join(SUFFIXES)}); fill it or remove it")
+        raise UserError(f"{top} holds no picture ({' '.join(SUFFIXES)}); name a folder with some")
     skipped += set(paths) - set(pictures)
     return pictures
 

@@ -74,6 +74,8 @@ class Run:
         elif cfg.resume and (folder / "result.json").exists():
             raise UserError(f"--resume: {folder} has results, no checkpoint; choose another --out")
         if distributed.rank() == 0:
+            if folder.is_file():
+                raise UserError(f"--out {folder} is a file; choose another --out")
             folder.mkdir(parents=True, exist_ok=True)
             for name in ("result.json",) if state else ("result.json", "last.pt", "log.csv"):
                 (folder / name).unlink(missing_ok=True)
@@ -147,9 +149,8 @@ class Run:
         rows = self.reported(self.history, self.cfg)[-metrics.LAST:]
         mean = metrics.mean_of_last(rows)
         if not (self.folder / "result.json").exists():
-            content = mean | {"evaluations": len(rows), "seconds": self.seconds}
-            text = json.dumps(content, indent=1).replace("NaN", "null")      # of an untested class
-            write(self.folder / "result.json", text.encode())
+            text = json.dumps(mean | {"evaluations": len(rows), "seconds": self.seconds}, indent=1)
+            write(self.folder / "result.json", text.replace("NaN", "null").encode())  # no test
         print(f"\n{self.cfg.method}: bACC {mean['bacc']:.2f}  GM {mean['gm']:.2f}  (evaluations "
               f"averaged: {len(rows)})\nfiles in {self.folder}")
         return mean

@@ -149,11 +149,11 @@ def table(capsys, *argv):
 def test_a_folder_of_runs_is_listed(runs, capsys):
     evaluate.main([str(runs)])
     _, *lines = capsys.readouterr().out.splitlines()                           # a head line
-    lines.sort(key=lambda line: line.split()[2])
+    lines.sort(key=lambda line: line.split()[3])
     for line, name in zip(lines, ("l2ac_s0", "l2ac_s1", "none_s0", "none_s1"), strict=False):
         told = result(runs / name)
-        assert line.split() == [f"{told['bacc']:.2f}", f"{told['gm']:.2f}", name]
-    assert lines[4].split()[2:] == ["stopped", "(at", "2)"]
+        assert line.split() == [f"{told['bacc']:.2f}", f"{told['gm']:.2f}", "4", name]
+    assert lines[4].split()[2:] == ["2", "stopped", "(of", "4)"]
 
 
 def test_two_runs_side_by_side(runs, capsys):

@@ -107,8 +107,8 @@ def test_a_run_is_filed_under_its_configuration(own_cells):
     assert with_config(cfg | {"lr": 0.5}) == with_config(cfg | {"iters": 40}) == [set()] * 3
 
     with_config(cfg)
-    collect.write_lines(collect.RESULTS / "digits.jsonl", [line, line | {
-        "command": PLAIN.command("mini", 2), "seed": 2}])
+    other = line | {"command": PLAIN.command("mini", 2), "seed": 2}
+    (collect.RESULTS / "digits.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
     (folder / "result.json").write_text(json.dumps(result | {"bacc": 12.5}))
     found, *_ = gather(own_cells)                        # a newer run of the same command
     assert (found[1]["bacc"], found[2]["bacc"]) == (12.5, line["bacc"])
