@@ -159,16 +159,14 @@ def grid(columns, rows, heads=1):
 
 
 def table_of(cells, text=cell_text):
-    """The rows and columns of one of TABLES, in parts if it has several datasets; text: a function
-    of a cell. Rows without text are left out."""
-    parts = []
-    for dataset in dict.fromkeys(cell.dataset for cell in cells):
-        part = [cell for cell in cells if cell.dataset == dataset]
-        columns = list(dict.fromkeys(cell.column for cell in part))
-        rows = [part[i:i + len(columns)] for i in range(0, len(part), len(columns))]
-        lines = [[row[0].row, *map(text, row)] for row in rows]
-        parts.append(grid(columns, [line for line in lines if any(line[1:])]))
-    return "\n\n".join(parts)
+    """The rows and columns of one of TABLES; text: a function of a cell. A row without text is left
+    out, columns of several datasets are named by them."""
+    several, rows = len({cell.dataset for cell in cells}) > 1, {}
+    for cell in cells:
+        rows.setdefault((cell.base, cell.row), []).append(text(cell))
+    columns = dict.fromkeys(f"{cell.dataset}, {cell.column}" if several else cell.column
+                            for cell in cells)
+    return grid(columns, [[row, *texts] for (_, row), texts in rows.items() if any(texts)])
 
 
 def write_pages(tables):

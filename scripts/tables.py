@@ -110,15 +110,15 @@ TABLES = {
         fixmatch   adello     w/ ADELLO
         fixmatch   acr        w/ ACR
         """),
-    "2": read_cells("2", "cifar100", {"CIFAR-100, gamma 10": "--gamma_l 10 --gamma_u 10",
-                                      "CIFAR-100, gamma 20": "--gamma_l 20 --gamma_u 20"}, """
+    "2": read_cells("2", "cifar100", {"gamma 10": "--gamma_l 10 --gamma_u 10",
+                                      "gamma 20": "--gamma_l 20 --gamma_u 20"}, """
         fixmatch none FixMatch    | 55.1/46.7 | 49.5/34.2
         fixmatch darp w/ DARP     | 56.3/48.2 | 50.2/36.0
         fixmatch abc  w/ ABC      | 58.2/51.8 | 53.1/42.2
         fixmatch daso w/ DASO     | 58.3/51.4 | 53.0/39.5
         fixmatch l2ac **w/ L2AC** | 57.8/52.1 | 52.6/43.0
-        """) + read_cells("2", "stl10", {"STL-10, gamma_l 10": "--gamma_l 10",
-                                         "STL-10, gamma_l 20": "--gamma_l 20"}, """
+        """) + read_cells("2", "stl10", {"gamma_l 10": "--gamma_l 10",
+                                         "gamma_l 20": "--gamma_l 20"}, """
         fixmatch none FixMatch    | 69.6/62.6 (b) | 65.5/26.0 (b)
         fixmatch darp w/ DARP     | 72.9/69.5 (b) | 74.9/72.3 (b)
         fixmatch abc  w/ ABC      | 78.2/77.3     | 72.7/70.6
@@ -134,12 +134,12 @@ TABLES = {
         fixmatch   l2ac    **w/ L2AC** | 48.8/40.6
         """),
     "4": read_cells("4", "cifar10", {
-        f"CIFAR-10, beta {b} %": f"{LONG['gamma 100']} --beta {b / 100}"
+        f"beta {b} %": f"{LONG['gamma 100']} --beta {b / 100}"
         for b in (1, 5, 10, 20, 30)}, """
         fixmatch none FixMatch    | 54.9/16.5 | 65.1/35.5 | 69.0/53.9 | 72.0/62.2 | 76.5/74.3
         fixmatch l2ac **w/ L2AC** | 62.8/55.8 | 75.9/74.1 | 79.3/78.4 | 80.8/79.9 | 83.6/83.2
         """) + read_cells("4", "stl10", {
-        f"STL-10, beta {b} %": f"--gamma_l 10 --beta {b / 100}" for b in (5, 10, 20, 40, 60)}, """
+        f"beta {b} %": f"--gamma_l 10 --beta {b / 100}" for b in (5, 10, 20, 40, 60)}, """
         fixmatch none FixMatch    | 46.5/19.9 | 48.8/27.0 | 58.2/39.8 | 67.2/60.7 | 69.2/67.6
         fixmatch l2ac **w/ L2AC** | 62.8/57.1 | 66.5/62.9 | 72.6/70.6 | 77.0/75.7 | 78.8/77.9
         """),
