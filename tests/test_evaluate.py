@@ -186,6 +186,8 @@ def test_seeds_become_mean_and_deviation_and_their_difference_has_a_t_interval(r
         test = stats.ttest_rel(a, b)
         low, high = test.confidence_interval()
         if np.ptp(np.subtract(a, b)) == 0:
+            equal = " ".join(rows[label]).split(" ± ")
+            assert equal[-1] == ("0.0 tied" if a == b else "0.0")
             continue
         cells = [f"{statistics.mean(x):.1f} ± {statistics.stdev(x):.1f}" for x in (b, a)]
         cells.append(f"{(low + high) / 2:+.1f} ± {(high - low) / 2:.1f}")

@@ -66,6 +66,8 @@ def test_curves_show_the_ends_of_epochs():
     line, = accuracy.lines
     assert line.get_xydata().T.tolist() == [[20, 40, 60, 80, 100], [25, 45, 65, 85, 105]]
     assert [list(line.get_ydata()) for line in losses.lines] == [[1] * 5, [3] * 5]
+    _, accuracy = figures.curves([Group([made_up(eval_every=500)])]).axes      # none: the last row
+    assert accuracy.lines[0].get_xydata().tolist() == [[100, 100]]
 
 
 def test_confusion_and_distribution(l2ac):
