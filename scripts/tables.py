@@ -146,7 +146,7 @@ TABLES = {
     "5": read_cells("5", "cifar10", {k: LONG[k] for k in ("gamma 100", "gamma_u 100 reversed")}, """
         fixmatch none         FixMatch                   | 71.5/68.8 (a) | 65.5/26.0
         fixmatch attractor    FixMatch w/ bias attractor | 73.9/70.7     | 66.6/44.8
-        fixmatch single_level L2AC w/o bi-level training | 78.4/76.6     | 79.3/78.0
+        fixmatch single_level single-level ablation      | 78.4/76.6     | 79.3/78.0
         fixmatch l2ac         **L2AC**                   | 82.1/81.5     | 82.2/81.7
         """),
     "6": read_cells("6", "cifar10", {
