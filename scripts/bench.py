@@ -77,15 +77,15 @@ def main(argv=None):
     p.add_argument("--methods", nargs="+", default=["l2ac", "full_unroll"], metavar="NAME",
                    help="l2ac, full_unroll, those of baselines.train (default: l2ac full_unroll)")
     p.add_argument("--classes", nargs="+", type=int, choices=(10, 100), default=[10])
-    p.add_argument("--block", type=int, default=5, help="iterations of a turn (5; for DARP 10)")
-    p.add_argument("--rounds", type=int, default=5, help="(default: 5)")
+    p.add_argument("--block", type=int, default=3, help="iterations of a turn (3; for DARP 10)")
+    p.add_argument("--rounds", type=int, default=9, help="(default: 9)")
     args, flags = p.parse_known_args(argv)
     seconds = {}                                         # of an iteration
     for K in args.classes:
         y = np.arange(45_000) % K
         x = np.random.default_rng(0).integers(0, 256, (len(y), 32, 32, 3), np.uint8)
         with tempfile.TemporaryDirectory() as folder:
-            np.savez(f"{folder}/cifar{K}.npz", x_train=x, y_train=y, x_test=x[:9], y_test=y[:9])
+            np.savez(f"{folder}/cifar{K}.npz", x_train=x, y_train=y, x_test=x[:K], y_test=y[:K])
             words = (f"--dataset cifar{K} --data_dir {folder} --gamma_u 100 --device cpu "
                      f"--threads 1 --out {folder}/run --overwrite").split() + flags
             for method in args.methods:

@@ -17,7 +17,7 @@ def test_the_ratio_is_the_median_within_rounds(monkeypatch, capsys):
         assert argv[-2:] == ["--model", "wrn-10-1"]      # other flags reach the training script
         return np.stack([none, own], axis=1)
     monkeypatch.setattr(bench, "take_turns", take_turns)
-    bench.main("--methods l2ac --block 2 --model wrn-10-1".split())
+    bench.main("--methods l2ac --block 2 --rounds 5 --model wrn-10-1".split())
     assert json.loads(capsys.readouterr().out) == {"none 10": 0.5, "l2ac 10": 0.75}
 
 
