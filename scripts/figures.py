@@ -113,7 +113,7 @@ def panels(n, height, **kwargs):
 def name_classes(ax, group, by_size=False):
     """Class names on the x axis, or by size with the numbers of labels; some of very many."""
     names, step = group.classes, -(-len(group.classes) // 50)
-    turned = len(names) > 12 or max(map(len, names)) > (12 if by_size else 5)
+    turned = len(names) > 12 or max(map(len, names)) > (12 if by_size else 4)
     if by_size:
         between = ", " if turned else "\n"
         names = [f"{names[k]}{between}{group.counts[k]}" for k in group.by_size]
