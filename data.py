@@ -82,7 +82,7 @@ def load(name, data_dir="data", image_size=None, hold_out=0.2, skip_broken=False
 
 def from_flags(cfg):
     dataset = load(cfg.dataset, cfg.data_dir, cfg.image_size, cfg.hold_out, cfg.skip_broken)
-    if cfg.weights and not cfg.model.startswith("wrn-"):     # torchvision's have seen it so
+    if cfg.weights and not cfg.model.startswith("wrn-"):     # torchvision's were trained so
         dataset.mean, dataset.std = readers.IMAGENET
     return dataset
 

@@ -151,14 +151,13 @@ def cell_text(cell):
     return "<br>".join(filter(None, parts))
 
 
-def grid(columns, rows, heads=1):
-    """A table in Markdown. rows: lists of texts, of which the first `heads` are titles"""
-    lines = ["|" + " |" * heads + f" {' | '.join(columns)} |",
-             "|" + "---|" * heads + "--:|" * len(columns)]
+def grid(columns, rows):
+    """A table in Markdown. rows: lists of texts, the first of which is a title"""
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
-def table_of(cells, text=cell_text):
+def table_of(cells, text):
     """The rows and columns of one of TABLES; text: a function of a cell. A row without text is left
     out, columns of several datasets are named by them."""
     several, rows = len({cell.dataset for cell in cells}) > 1, {}

@@ -28,7 +28,8 @@ plt.switch_backend("agg")                                # files only, no window
 BLUE, VERMILLION, SKY, ORANGE = "#0072B2", "#D55E00", "#56B4E9", "#E69F00"   # Okabe and Ito's
 GREEN, PURPLE, GREY, BLACK = "#009E73", "#CC79A7", "#8C8C8C", "#000000"
 LABELS_ONLY, ALL_LABELS = "labels only", "all labels"
-NAMES = {"vanilla": LABELS_ONLY, "upper_bound": ALL_LABELS, "single_level": "single level"}
+NAMES = {"vanilla": LABELS_ONLY, "upper_bound": ALL_LABELS,
+         "single_level": "single-level ablation"}
 COLOURS = {"FixMatch": BLUE, "L2AC": VERMILLION, LABELS_ONLY: GREY, ALL_LABELS: BLACK}
 CYCLE = (PURPLE, GREEN, SKY, ORANGE, BLUE, VERMILLION, GREY)
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,

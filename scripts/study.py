@@ -61,9 +61,9 @@ def marked(cell):
     return cell_text(cell).replace(")", f"){arrow(lead(cell))}", 1)      # behind the seeds
 
 
-def arrow(difference):
-    """Whether that which is subtracted is above or below, by the interval."""
-    return {"**-": " ↑", "**+": " ↓"}.get(difference[:3], "")
+def arrow(text):
+    """Of a `difference`: whether what is subtracted is above or below, by the interval."""
+    return {"**-": " ↑", "**+": " ↓"}.get(text[:3], "")
 
 
 def labels(cell):
