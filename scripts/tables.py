@@ -212,7 +212,7 @@ FRONT = """
     fixmatch   l2ac    w/ L2AC, soft labels (ours)
     """
 TABLES["front"] = read_cells("front", "digits", DIGITS, FRONT) + read_cells(
-    "front", "gtsrb", {"natural tail": ""}, FRONT)
+    "front", "gtsrb", SIGNS, FRONT)
 ON_SIGNS = dict(zip(("gamma 100", "gamma_u 1"), SIGNS.items(), strict=True))
 TABLES["signs"] = [cell for cell in elsewhere("1", "signs", "gtsrb", ON_SIGNS)
                    if cell.base != "mixmatch" or cell.row in ("MixMatch", "**w/ L2AC**")]
