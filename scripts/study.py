@@ -128,14 +128,14 @@ def slope_table():
 
 
 def soft_table():
-    """bACC with soft labels, less that with hard ones; an arrow: above or below CDMAD, soft."""
+    """bACC with soft labels (seeds), less that with hard ones; arrow: above or below CDMAD."""
     def text(cell, soft, hard):
         ours, theirs = beside(cell, soft), beside(cell, hard)
         if not ours:
             return "not run"
         mean = np.mean([line["bacc"] for line in ours.values()])
         mark = arrow(difference(beside(cell, CDMAD), ours))
-        return f"{mean:.1f} {difference(ours, theirs)}{mark}"
+        return f"{mean:.1f} ({len(ours)}) {difference(ours, theirs)}{mark}"
     cells = [cell for cell in TABLES["soft"] if cell.row == L2AC]
     return grid([f"{cell.dataset}, {cell.column}" for cell in cells],
                 [[hard.removesuffix(", hard"), *(text(cell, soft, hard) for cell in cells)]
