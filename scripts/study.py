@@ -108,11 +108,11 @@ def described(line):
 
 
 def study(*tables):
-    """{(dataset, column): {row: [numbers of each seed]}}"""
+    """{(dataset, column): {row: [numbers of each of the first five seeds]}}"""
     result = {}
     for cell in (cell for table in tables for cell in TABLES[table]):
         result.setdefault((cell.dataset, cell.column), {})[cell.row] = [
-            described(line) for _, line in sorted(runs_of(cell).items())]
+            described(line) for _, line in sorted(runs_of(cell).items())[:5]]    # those all have
     return result
 
 
