@@ -163,8 +163,7 @@ def table_of(cells, text):
     several, rows = len({cell.dataset for cell in cells}) > 1, {}
     for cell in cells:
         rows.setdefault((cell.base, cell.row), []).append(text(cell))
-    columns = dict.fromkeys(f"{cell.dataset}, {cell.column}" if several else cell.column
-                            for cell in cells)
+    columns = dict.fromkeys(cell.title if several else cell.column for cell in cells)
     return grid(columns, [[row, *texts] for (_, row), texts in rows.items() if any(texts)])
 
 

@@ -51,7 +51,8 @@ class Group:
         self.classes = [name[:18] for name in cfg.dataset_info["names"]]
         self.counts = runs[0].labels_per_class
         self.by_size = np.argsort(-np.array(self.counts), kind="stable")       # (K,) largest first
-        parts = [Path(cfg.dataset).stem] + ["step"] * (cfg.imbalance == "step")
+        parts = [Path(cfg.dataset).stem.replace("gtsrb", "signs")]
+        parts += ["step"] * (cfg.imbalance == "step")
         parts += [f"{key} {getattr(cfg, key):g}" for key in ("beta", "gamma_l", "gamma_u", "ratio")
                  if getattr(cfg, key)]
         self.setting = ", ".join(parts) + " reversed" * cfg.reverse_u
@@ -278,8 +279,8 @@ def stored(table, dataset, column):
 def study_figure():
     """The study of docs/attractor.md on the digits: bACC, and at the end of the run what the
     attractors add, beside the two distributions that they could follow."""
-    settings = {column: rows for (dataset, column), rows in study.study("attractor").items()
-                if dataset == "digits"}
+    settings = {title.removeprefix("digits, "): rows for title, rows in
+                study.study("attractor").items() if title.startswith("digits")}
     colours = (GREY, BLUE, ORANGE, SKY, GREEN, VERMILLION, PURPLE, BLACK)
     figure, axes = plt.subplots(2, len(settings), figsize=(WIDTH, 5.2), sharey="row")
     for (top, below), (setting, rows) in zip(axes.T, settings.items(), strict=True):

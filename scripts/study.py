@@ -108,10 +108,10 @@ def described(line):
 
 
 def study(*tables):
-    """{(dataset, column): {row: [numbers of each of the first five seeds]}}"""
+    """{title of a column: {row: [numbers of each of the first five seeds]}}"""
     result = {}
     for cell in (cell for table in tables for cell in TABLES[table]):
-        result.setdefault((cell.dataset, cell.column), {})[cell.row] = [
+        result.setdefault(cell.title, {})[cell.row] = [
             described(line) for _, line in sorted(runs_of(cell).items())[:5]]    # those all have
     return result
 
@@ -123,8 +123,8 @@ def slope_table():
         return "/".join(f"{slope:.2f}" for slope in np.mean(slopes, 0)) if slopes else ""
     columns = (L2AC, VECTOR, PRIOR, SOFT, SOFT_PRIOR)
     return grid([column.replace("w/ ", "") for column in columns],
-                [[f"{dataset}, {column}", *(text(rows.get(row, ())) for row in columns)]
-                 for (dataset, column), rows in study("attractor", "soft").items()])
+                [[title, *(text(rows.get(row, ())) for row in columns)]
+                 for title, rows in study("attractor", "soft").items()])
 
 
 def soft_table():
@@ -137,7 +137,7 @@ def soft_table():
         mark = arrow(difference(beside(cell, CDMAD), ours))
         return f"{mean:.1f} ({len(ours)}) {difference(ours, theirs)}{mark}"
     cells = [cell for cell in TABLES["soft"] if cell.row == L2AC]
-    return grid([f"{cell.dataset}, {cell.column}" for cell in cells],
+    return grid([cell.title for cell in cells],
                 [[hard.removesuffix(", hard"), *(text(cell, soft, hard) for cell in cells)]
                  for soft, hard in SOFT_PAIRS])
 
