@@ -112,7 +112,7 @@ def test_the_study_shows_means_over_seeds(monkeypatch):
         return {"bacc": 80 + seed, "bias": np.full(10, seed), "labels": [1] * 10,
                 "log_eff": np.zeros(10)}
     rows = {cell.row: [numbers(0), numbers(2)] for cell in TABLES["attractor"]}
-    monkeypatch.setattr(study, "study", lambda *_: {("digits", "a"): rows, ("digits", "b"): rows})
+    monkeypatch.setattr(study, "study", lambda *_: {"digits, a": rows, "digits, b": rows})
     accuracy, _, added, _ = figures.study_figure().axes
     assert [list(line.get_ydata()) for line in accuracy.lines[:2]] == [[80, 82], [81]]
     assert list(added.lines[0].get_ydata()) == [1] * 10
