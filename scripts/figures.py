@@ -18,9 +18,8 @@ from sklearn.manifold import TSNE
 
 import data
 import evaluate
-from scripts import report, study
+from scripts import report, study, tables
 from scripts.collect import configuration, runs_of
-from scripts.tables import TABLES
 from support import UserError, config, exit_cleanly, readers
 from support.finished import FinishedRun
 
@@ -51,8 +50,8 @@ class Group:
         self.classes = [name[:18] for name in cfg.dataset_info["names"]]
         self.counts = runs[0].labels_per_class
         self.by_size = np.argsort(-np.array(self.counts), kind="stable")       # (K,) largest first
-        parts = [Path(cfg.dataset).stem.replace("gtsrb", "signs")]
-        parts += ["step"] * (cfg.imbalance == "step")
+        stem = Path(cfg.dataset).stem
+        parts = [tables.NAMES.get(stem, stem)] + ["step"] * (cfg.imbalance == "step")
         parts += [f"{key} {getattr(cfg, key):g}" for key in ("beta", "gamma_l", "gamma_u", "ratio")
                  if getattr(cfg, key)]
         self.setting = ", ".join(parts) + " reversed" * cfg.reverse_u
@@ -266,7 +265,7 @@ def stored(table, dataset, column):
     """Groups of the runs in results/ of four rows of a table, without their networks."""
     names, groups = readers.BUILT_IN[dataset][0] or data.load(dataset).names, []
     for row in (study.LABELS_ONLY, "FixMatch", study.L2AC, "All labels"):
-        cell = next(cell for cell in TABLES[table] if cell.base != "mixmatch"
+        cell = next(cell for cell in tables.TABLES[table] if cell.base != "mixmatch"
                     and (cell.row, cell.dataset, cell.column) == (row, dataset, column))
         runs = [SimpleNamespace(
             cfg=SimpleNamespace(**configuration(line["command"]), dataset_info={"names": names}),

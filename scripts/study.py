@@ -108,11 +108,12 @@ def described(line):
 
 
 def study(*tables):
-    """{title of a column: {row: [numbers of each of the first five seeds]}}"""
+    """{title of a column: {row: [numbers of each of the first five seeds]}}: all rows have these
+    on the digits."""
     result = {}
     for cell in (cell for table in tables for cell in TABLES[table]):
         result.setdefault(cell.title, {})[cell.row] = [
-            described(line) for _, line in sorted(runs_of(cell).items())[:5]]    # those all have
+            described(line) for _, line in sorted(runs_of(cell).items())[:5]]
     return result
 
 

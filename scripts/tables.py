@@ -16,6 +16,7 @@ LONG = {"gamma 100": "--gamma_l 100 --gamma_u 100", "gamma 150": "--gamma_l 150 
 DIGITS = {"gamma 5": "--gamma_l 5 --gamma_u 5", "gamma 10": "--gamma_l 10 --gamma_u 10",
           "gamma_u 1": "--gamma_l 5 --gamma_u 1",
           "gamma_u 5 reversed": "--gamma_l 5 --gamma_u 5 --reverse_u"}
+NAMES = {"gtsrb": "signs"}                               # of datasets, where it is not the flag's
 SIGNS = {"natural tail": "", "gamma_u 1": "--n1 25 --gamma_l 12.5 --m1 150 --gamma_u 1"}
 VARIANTS = {"prior start": " --attractor_start prior", "vector": " --attractor vector",
             "soft": " --labels soft", "hard": " --labels hard",
@@ -37,7 +38,7 @@ class Cell:
     @property
     def title(self):
         """Of its column, where a table has several datasets."""
-        return f"{self.dataset.replace('gtsrb', 'signs')}, {self.column}"
+        return f"{NAMES.get(self.dataset, self.dataset)}, {self.column}"
 
     def runs_at(self, scale):
         """Whether something is trained for it. Digits and signs are ours, in miniature only, and
